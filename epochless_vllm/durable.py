@@ -1,0 +1,149 @@
+"""The only place that fsyncs, renames or locks files, and the names of the points where a crash may be injected.
+
+Promises that a function returns only when its effect survives a power cut on a POSIX filesystem. Knows nothing of
+what the bytes mean.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+from typing import IO
+
+from epochless_vllm.errors import StorageFullError, StoreError, StoreLockedError
+
+# Set to NAME, NAME:COUNT or NAME:COUNT:kill to stop this process at the COUNT-th pass of that point (default: the
+# first), with exit code 91 or by SIGKILL. Read on each pass so that a test can set it inside one process.
+CRASH_VARIABLE = "EPOCHLESS_CRASH_AT"
+CRASH_EXIT_CODE = 91
+
+_passes: Counter[str] = Counter()
+
+
+def crash_point(name: str) -> None:
+    """Stop the process here if ``EPOCHLESS_CRASH_AT`` names this point; otherwise return at once."""
+    wanted = os.environ.get(CRASH_VARIABLE)
+    if not wanted:
+        return
+    target, _, rest = wanted.partition(":")
+    if target != name:
+        return
+    count, _, manner = rest.partition(":")
+    _passes[name] += 1
+    if _passes[name] < int(count or 1):
+        return
+    if manner == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    os._exit(CRASH_EXIT_CODE)
+
+
+def storage_error(error: OSError, path: Path | str, action: str) -> StoreError:
+    """Return the error of our own tree for an operating-system error met while writing ``path``."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
+        return StorageFullError(
+            f"{path}: cannot {action}: {error.strerror}; free space or make it writable, then retry",
+            path=str(path),
+        )
+    return StoreError(f"{path}: cannot {action}: {error.strerror}", path=str(path))
+
+
+def fsync_directory(path: Path | str) -> None:
+    """Make the names inside a directory durable.
+
+    Raises:
+        StoreError: the directory cannot be opened or synced.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise storage_error(error, path, "fsync the directory") from error
+
+
+def fsync_file(file: IO[bytes]) -> None:
+    """Flush and make the bytes of an open file durable.
+
+    Raises:
+        StoreError: the bytes may not be on disk; after this the file must not be trusted.
+    """
+    try:
+        file.flush()
+        os.fsync(file.fileno())
+    except OSError as error:
+        raise storage_error(error, getattr(file, "name", "?"), "fsync") from error
+
+
+def rename_durable(source: Path | str, target: Path | str) -> None:
+    """Rename within one filesystem, atomically, then sync both parent directories.
+
+    Raises:
+        StoreError: the rename or a sync failed; either the old or the new name holds the bytes, never a part.
+    """
+    try:
+        os.rename(source, target)
+    except OSError as error:
+        raise storage_error(error, target, "rename into place") from error
+    fsync_directory(Path(target).parent)
+    if Path(source).parent != Path(target).parent:
+        fsync_directory(Path(source).parent)
+
+
+def write_file_atomic(path: Path | str, data: bytes, *, mode: int = 0o644) -> None:
+    """Replace ``path`` by ``data`` so that a reader sees the old bytes or the new, also after a crash.
+
+    Raises:
+        StoreError: nothing was replaced; StorageFullError when the disk is full or read-only.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, mode)
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            fsync_file(file)
+        rename_durable(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise storage_error(error, path, "write") from error
+    except StoreError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+class FileLock:
+    """An exclusive advisory lock on one file, held until ``release`` or the end of the process."""
+
+    def __init__(self, path: Path | str, *, purpose: str) -> None:
+        """Take the lock without waiting.
+
+        Raises:
+            StoreLockedError: another process holds it.
+        """
+        self.path = Path(path)
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(descriptor, 200, 0).decode("utf-8", "replace").strip() or "unknown process"
+            os.close(descriptor)
+            raise StoreLockedError(
+                f"{self.path.parent}: in use by {holder}; stop that server or give this one another store",
+                path=str(self.path.parent),
+                holder=holder,
+            ) from error
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{purpose}, process {os.getpid()}\n".encode(), 0)
+        self._descriptor: int | None = descriptor
+
+    def release(self) -> None:
+        """Give the lock up; a second call does nothing."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None

@@ -1,0 +1,1 @@
+"""Linear layers over rows of different revisions."""

@@ -1,0 +1,1 @@
+"""Applies, verifies and reverts the pinned vLLM patch."""

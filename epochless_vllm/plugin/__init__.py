@@ -1,0 +1,1 @@
+"""The only room that imports vllm: one file per seam."""

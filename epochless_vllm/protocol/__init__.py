@@ -1,0 +1,1 @@
+"""What producer and verifier must agree on: canonical bytes, digests, identities, publication rules, receipts. No I/O, clock or randomness."""

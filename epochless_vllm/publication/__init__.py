@@ -1,0 +1,1 @@
+"""Two-phase publication: journal, coordinator, participant. Standard library only; ranks are reached through a port."""

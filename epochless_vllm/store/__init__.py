@@ -1,0 +1,1 @@
+"""Immutable, content-addressed adapter revisions on disk, and the inspector that admits them."""

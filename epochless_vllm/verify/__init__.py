@@ -1,0 +1,1 @@
+"""Verification of receipts and journals; standard library only, except replay."""
