@@ -1,1 +1,4 @@
-"""What producer and verifier must agree on: canonical bytes, digests, identities, publication rules, receipts. No I/O, clock or randomness."""
+"""What producer and verifier must agree on: canonical bytes, digests, identities, publication rules, receipts.
+
+No I/O, no clock, no randomness.
+"""
