@@ -107,7 +107,9 @@ def make_tensors(
     return tensors
 
 
-def make_config(*, rank: int = 4, alpha: float = 8, targets: Sequence[str] = ALL_TARGETS, **fields: Any) -> dict[str, Any]:
+def make_config(
+    *, rank: int = 4, alpha: float = 8, targets: Sequence[str] = ALL_TARGETS, **fields: Any
+) -> dict[str, Any]:
     """Return an adapter_config.json as PEFT writes it; ``fields`` replace or add keys."""
     return {
         "alpha_pattern": {},
