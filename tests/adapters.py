@@ -23,14 +23,14 @@ PREFIX = "base_model.model."
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """The sizes of a Llama that an adapter's tensors must fit."""
+    """The sizes of a Llama that an adapter's tensors must fit; the defaults are those of tests/tiny_model.py."""
 
-    hidden: int = 64
-    intermediate: int = 128
-    layers: int = 2
-    heads: int = 4
-    kv_heads: int = 2
-    head_dim: int = 16
+    hidden: int = 256
+    intermediate: int = 512
+    layers: int = 4
+    heads: int = 8
+    kv_heads: int = 4
+    head_dim: int = 32
     vocab: int = 258
 
     @classmethod
@@ -63,6 +63,7 @@ class LlamaShape:
 
 
 TINY = LlamaShape()
+MINUTE = LlamaShape(hidden=8, intermediate=12, layers=2, heads=2, kv_heads=1, head_dim=4, vocab=16)
 
 
 def module_name(target: str, layer: int) -> str:
