@@ -1,7 +1,8 @@
 """Pure rules of publication: which events may follow which state, and the state they lead to.
 
 ``apply`` is total over events: it returns the next state or raises IllegalTransitionError, and never half of either.
-Knows no disk, no rank, no clock: see publication/journal.py and publication/coordinator.py for those.
+It costs no more for a store's millionth publication than for its first. Knows no disk, no rank, no clock: see
+publication/journal.py and publication/coordinator.py for those.
 
 Terms: a *publication* is one committed (policy, step, revision) with its sequence. A *binding* is a policy's hold on
 a revision. An *adapter* is a revision inside the engine under one ``lora_int_id``, shared by its bindings.
@@ -9,17 +10,49 @@ a revision. An *adapter* is a revision inside the engine under one ``lora_int_id
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from epochless_vllm.errors import IllegalTransitionError
+from epochless_vllm.protocol.events import (
+    Aborted,
+    Committed,
+    EpochBegan,
+    Event,
+    Intended,
+    Intent,
+    Quarantined,
+    RetireBegan,
+    Retired,
+)
+from epochless_vllm.protocol.history import History, Publication, publication_from_intent
 from epochless_vllm.protocol.manifest import RevisionId
-from epochless_vllm.protocol.names import lora_name_from
+
+__all__ = [
+    "MAX_LORA_INT_ID",
+    "STORE_RANK",
+    "Aborted",
+    "BindingKey",
+    "Committed",
+    "EpochBegan",
+    "Event",
+    "Holding",
+    "Intended",
+    "Intent",
+    "Publication",
+    "Quarantined",
+    "RetireBegan",
+    "Retired",
+    "State",
+    "Status",
+    "apply",
+]
 
 MAX_LORA_INT_ID = (1 << 31) - 1  # the engine keeps ids in 32-bit signed arrays
+STORE_RANK = "store"  # the rank a quarantine names when the revision's bytes are gone from the store
 
 
 class Status(str, Enum):
@@ -31,76 +64,14 @@ class Status(str, Enum):
     RETIRED = "retired"
 
 
-@dataclass(frozen=True)
-class Publication:
-    """One committed (policy, step, revision); ``sequence`` orders all publications of a store."""
+class Holding(NamedTuple):
+    """A binding that is not retired: the sequences of its first and its latest publication."""
 
-    policy: str
-    step: int
-    revision_id: RevisionId
-    lora_int_id: int
-    sequence: int
-
-    @property
-    def lora_name(self) -> str:
-        return lora_name_from(self.policy, self.revision_id)
+    first: int
+    last: int
+    draining: bool = False
 
 
-@dataclass(frozen=True)
-class Intent:
-    """A publication being prepared; it has no sequence before commit."""
-
-    transaction_id: int
-    policy: str
-    step: int
-    revision_id: RevisionId
-    lora_int_id: int
-
-
-@dataclass(frozen=True)
-class EpochBegan:
-    """A server started on the store; every intent it finds is aborted by its own event afterwards."""
-
-    epoch: int
-
-
-@dataclass(frozen=True)
-class Intended:
-    intent: Intent
-
-
-@dataclass(frozen=True)
-class Committed:
-    transaction_id: int
-    sequence: int
-
-
-@dataclass(frozen=True)
-class Aborted:
-    transaction_id: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class RetireBegan:
-    policy: str
-    revision_id: RevisionId
-
-
-@dataclass(frozen=True)
-class Retired:
-    policy: str
-    revision_id: RevisionId
-
-
-@dataclass(frozen=True)
-class Quarantined:
-    revision_id: RevisionId
-    rank: str
-    reason: str
-
-
-Event = EpochBegan | Intended | Committed | Aborted | RetireBegan | Retired | Quarantined
 BindingKey = tuple[str, RevisionId]
 K = TypeVar("K")
 V = TypeVar("V")
@@ -116,45 +87,80 @@ class State:
 
     Attributes:
         epoch: grows at each start of a server.
-        sequence: the last allocated sequence.
         last_transaction_id: the last allocated transaction.
         last_lora_int_id: the last allocated engine id; ids are never reused.
         intents: undecided transactions by id.
         publications: every committed publication by sequence, retired ones included.
-        bindings: status by (policy, revision_id).
+        holdings: the bindings that are not retired, by (policy, revision_id).
+        heads: by policy, the publication of highest sequence whose binding is not retired.
         adapters: engine id by revision_id, for revisions with a binding that is not retired.
         quarantine: (rank, reason) by revision_id.
     """
 
     epoch: int = 0
-    sequence: int = 0
     last_transaction_id: int = 0
     last_lora_int_id: int = 0
     intents: Mapping[int, Intent] = field(default_factory=_empty)
-    publications: Mapping[int, Publication] = field(default_factory=_empty)
-    bindings: Mapping[BindingKey, Status] = field(default_factory=_empty)
+    publications: History = field(default_factory=History)
+    holdings: Mapping[BindingKey, Holding] = field(default_factory=_empty)
+    heads: Mapping[str, Publication] = field(default_factory=_empty)
     adapters: Mapping[RevisionId, int] = field(default_factory=_empty)
     quarantine: Mapping[RevisionId, tuple[str, str]] = field(default_factory=_empty)
 
+    @property
+    def sequence(self) -> int:
+        """The last allocated sequence."""
+        return len(self.publications)
+
+    @property
+    def bindings(self) -> Mapping[BindingKey, Status]:
+        """Status by (policy, revision_id) of every binding there ever was."""
+        return _Bindings(self)
+
+    def status(self, policy: str, revision_id: RevisionId) -> Status | None:
+        """Return the status of a binding, or None for one that never was."""
+        holding = self.holdings.get((policy, revision_id))
+        if holding is None:
+            return Status.RETIRED if self.publications.of_revision(policy, revision_id) else None
+        if holding.draining:
+            return Status.DRAINING
+        return Status.QUARANTINED if revision_id in self.quarantine else Status.LIVE
+
     def head(self, policy: str) -> Publication | None:
         """Return the policy's publication of highest sequence whose binding is not retired, or None."""
-        heads = [p for p in self.publications.values() if p.policy == policy and self.is_held(p)]
-        return max(heads, key=lambda p: p.sequence, default=None)
+        return self.heads.get(policy)
 
     def is_held(self, publication: Publication) -> bool:
-        """Whether the publication's binding is live, draining or quarantined under the same engine id."""
-        status = self.bindings.get((publication.policy, publication.revision_id), Status.RETIRED)
-        same = self.adapters.get(publication.revision_id) == publication.lora_int_id
-        return status is not Status.RETIRED and same
+        """Whether the publication is not retired. One that was stays so, also if its content is published again."""
+        holding = self.holdings.get((publication.policy, publication.revision_id))
+        return holding is not None and holding.first <= publication.sequence
 
     def publication_at(self, policy: str, step: int) -> Publication | None:
         """Return the policy's latest publication of that step, retired ones included, or None."""
-        found = [p for p in self.publications.values() if p.policy == policy and p.step == step]
-        return max(found, key=lambda p: p.sequence, default=None)
+        return self.publications.at_step(policy, step)
 
     def policies(self) -> list[str]:
         """Return the policies that hold a revision, sorted."""
-        return sorted({policy for (policy, _), status in self.bindings.items() if status is not Status.RETIRED})
+        return sorted(self.heads)
+
+
+class _Bindings(Mapping[BindingKey, Status]):
+    """A view: nothing is kept for a retired binding but its publications."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    def __getitem__(self, key: BindingKey) -> Status:
+        status = self._state.status(*key)
+        if status is None:
+            raise KeyError(key)
+        return status
+
+    def __iter__(self) -> Iterator[BindingKey]:
+        return iter(dict.fromkeys((p.policy, p.revision_id) for p in self._state.publications.values()))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 def apply(state: State, event: Event) -> State:
@@ -174,14 +180,11 @@ def apply(state: State, event: Event) -> State:
         _require(event.transaction_id in state.intents, f"transaction {event.transaction_id} is not undecided")
         return replace(state, intents=_without(state.intents, event.transaction_id))
     if isinstance(event, RetireBegan):
-        status = state.bindings.get((event.policy, event.revision_id))
-        _require(
-            status in (Status.LIVE, Status.QUARANTINED), f"{event.policy}@{event.revision_id} is {status}, not live"
-        )
-        return replace(state, bindings=_with(state.bindings, (event.policy, event.revision_id), Status.DRAINING))
+        return _apply_retire_began(state, event)
     if isinstance(event, Retired):
         return _apply_retired(state, event)
-    return _apply_quarantined(state, event)
+    _require(event.revision_id in state.adapters, f"{event.revision_id} is not in the engine")
+    return replace(state, quarantine=_with(state.quarantine, event.revision_id, (event.rank, event.reason)))
 
 
 def _apply_intended(state: State, intent: Intent) -> State:
@@ -216,50 +219,58 @@ def _apply_committed(state: State, event: Committed) -> State:
     _require(event.sequence == state.sequence + 1, f"sequence {event.sequence} does not follow {state.sequence}")
     _check_step(state, intent)
     key = (intent.policy, intent.revision_id)
-    _require(state.bindings.get(key) is not Status.DRAINING, f"{intent.policy}@{intent.revision_id} is draining")
+    holding = state.holdings.get(key)
+    _require(holding is None or not holding.draining, f"{intent.policy}@{intent.revision_id} is draining")
     held = state.adapters.get(intent.revision_id)
     _require(held in (None, intent.lora_int_id), f"{intent.revision_id} is held under engine id {held}")
-    publication = Publication(intent.policy, intent.step, intent.revision_id, intent.lora_int_id, event.sequence)
+    publication = publication_from_intent(intent, event.sequence)
     return replace(
         state,
-        sequence=event.sequence,
         intents=_without(state.intents, event.transaction_id),
-        publications=_with(state.publications, event.sequence, publication),
-        bindings=_with(state.bindings, key, Status.LIVE),
+        publications=state.publications.extended(publication),
+        holdings=_with(state.holdings, key, Holding(holding.first if holding else event.sequence, event.sequence)),
+        heads=_with(state.heads, intent.policy, publication),
         adapters=_with(state.adapters, intent.revision_id, intent.lora_int_id),
+        # Every rank has prepared the revision anew, for all its bindings.
         quarantine=_without(state.quarantine, intent.revision_id),
     )
 
 
+def _apply_retire_began(state: State, event: RetireBegan) -> State:
+    status = state.status(event.policy, event.revision_id)
+    _require(
+        status in (Status.LIVE, Status.QUARANTINED),
+        f"{event.policy}@{event.revision_id} is {status.value if status else 'unknown'}, not live",
+    )
+    key = (event.policy, event.revision_id)
+    return replace(state, holdings=_with(state.holdings, key, state.holdings[key]._replace(draining=True)))
+
+
 def _apply_retired(state: State, event: Retired) -> State:
     key = (event.policy, event.revision_id)
-    _require(state.bindings.get(key) is Status.DRAINING, f"{event.policy}@{event.revision_id} is not draining")
-    bindings = _with(state.bindings, key, Status.RETIRED)
-    others = any(
-        revision_id == event.revision_id and status is not Status.RETIRED
-        for (_, revision_id), status in bindings.items()
-    )
-    if others:
-        return replace(state, bindings=bindings)
+    holding = state.holdings.get(key)
+    _require(holding is not None and holding.draining, f"{event.policy}@{event.revision_id} is not draining")
+    holdings = _without(state.holdings, key)
+    state = replace(state, holdings=holdings, heads=_heads_without(state, event, holdings))
+    if any(revision_id == event.revision_id for _, revision_id in holdings):
+        return state
+    # The engine id ends here; a publication that counts on it would bring it back to life.
+    undecided = any(intent.revision_id == event.revision_id for intent in state.intents.values())
+    _require(not undecided, f"{event.revision_id} is being prepared again")
     return replace(
         state,
-        bindings=bindings,
         adapters=_without(state.adapters, event.revision_id),
         quarantine=_without(state.quarantine, event.revision_id),
     )
 
 
-def _apply_quarantined(state: State, event: Quarantined) -> State:
-    _require(event.revision_id in state.adapters, f"{event.revision_id} is not in the engine")
-    bindings = {
-        key: Status.QUARANTINED if key[1] == event.revision_id and status is Status.LIVE else status
-        for key, status in state.bindings.items()
-    }
-    return replace(
-        state,
-        bindings=MappingProxyType(bindings),
-        quarantine=_with(state.quarantine, event.revision_id, (event.rank, event.reason)),
-    )
+def _heads_without(state: State, event: Retired, holdings: Mapping[BindingKey, Holding]) -> Mapping[str, Publication]:
+    if state.heads[event.policy].revision_id != event.revision_id:
+        return state.heads
+    last = max((holding.last for (policy, _), holding in holdings.items() if policy == event.policy), default=None)
+    if last is None:
+        return _without(state.heads, event.policy)
+    return _with(state.heads, event.policy, state.publications[last])
 
 
 def _require(condition: bool, message: str) -> None:

@@ -18,7 +18,7 @@ from epochless_vllm.errors import (
     WeightVersionNotReadyError,
 )
 from epochless_vllm.protocol.names import ModelPin, parse_pin, parse_step
-from epochless_vllm.protocol.publication import Publication, State, Status
+from epochless_vllm.protocol.publication import STORE_RANK, Publication, State, Status
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ def resolve_model(state: State, model: str, constraint: VersionConstraint | None
         WeightVersionNotReadyError: the constraint is unmet; ``retryable`` says whether waiting can help.
         InvalidRequestError: the model string or constraint contradicts itself.
     """
-    if any(policy == model for policy, _ in state.bindings):
+    if state.publications.knows(model):
         publication = _resolve_policy(state, model, constraint)
     else:
         pin = parse_pin(model)
-        if pin is None or all(policy != pin.policy for policy, _ in state.bindings):
+        if pin is None or not state.publications.knows(pin.policy):
             return None
         publication = _resolve_pin(state, model, pin)
         if constraint is not None:
@@ -89,18 +89,18 @@ def _resolve_pin(state: State, model: str, pin: ModelPin) -> Publication:
         if found is None:
             raise UnknownRevisionError(f"model {model}: policy {pin.policy} has no step {pin.step}", model=model)
         return found
-    prefix = f"sha256:{pin.hex_prefix}"
-    matches = [p for p in state.publications.values() if p.policy == pin.policy and p.revision_id.startswith(prefix)]
-    if not matches:
+    named = state.publications.revisions_with_prefix(pin.policy, f"sha256:{pin.hex_prefix}")
+    if not named:
         raise UnknownRevisionError(f"model {model}: policy {pin.policy} has no such revision", model=model)
     # Live revisions decide ambiguity first: a tombstone must not make a live pin ambiguous.
-    held = [p for p in matches if state.is_held(p)] or matches
-    candidates = sorted({p.revision_id for p in held})
+    candidates = [revision_id for revision_id in named if (pin.policy, revision_id) in state.holdings] or named
     if len(candidates) > 1:
         raise AmbiguousRevisionError(
             f"model {model}: names {len(candidates)} revisions; give more digits", model=model, candidates=candidates
         )
-    return max(held, key=lambda p: p.sequence)
+    found = state.publications.of_revision(pin.policy, candidates[0])
+    assert found is not None  # its revision was listed by these very publications
+    return found
 
 
 def _check_constraint(publication: Publication, constraint: VersionConstraint) -> None:
@@ -123,8 +123,7 @@ def _not_ready(applied: Publication, wanted: int, *, retryable: bool) -> Epochle
 
 
 def _check_serving(state: State, publication: Publication, model: str) -> None:
-    key = (publication.policy, publication.revision_id)
-    status = state.bindings[key] if state.is_held(publication) else Status.RETIRED
+    status = state.status(publication.policy, publication.revision_id) if state.is_held(publication) else Status.RETIRED
     if status in (Status.RETIRED, Status.DRAINING):
         raise RetiredRevisionError(
             f"model {model}: {publication.lora_name} (step {publication.step}) is retired; "
@@ -134,10 +133,11 @@ def _check_serving(state: State, publication: Publication, model: str) -> None:
         )
     if status is Status.QUARANTINED:
         rank, reason = state.quarantine[publication.revision_id]
+        facts = {"model": model, "revision_id": publication.revision_id, "rank": rank, "reason": reason}
+        if rank == STORE_RANK:
+            raise RetiredRevisionError(
+                f"model {model}: {publication.lora_name} cannot be served any more: {reason}; publish it again", **facts
+            )
         raise QuarantinedRevisionError(
-            f"model {model}: {publication.lora_name} is quarantined by {rank}: {reason}; publish it again",
-            model=model,
-            revision_id=publication.revision_id,
-            rank=rank,
-            reason=reason,
+            f"model {model}: {publication.lora_name} is quarantined by {rank}: {reason}; publish it again", **facts
         )
