@@ -11,6 +11,8 @@ import fcntl
 import os
 import signal
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -115,6 +117,26 @@ def write_file_atomic(path: Path | str, data: bytes, *, mode: int = 0o644) -> No
     except StoreError:
         temporary.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def exclusive_lock(path: Path | str) -> Iterator[None]:
+    """Hold an exclusive advisory lock on one file for the length of a ``with`` block, waiting for it.
+
+    The kernel gives it up when the process dies, so a crash cannot leave it taken.
+
+    Raises:
+        StoreError: the lock file cannot be opened.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise storage_error(error, path, "open the lock file") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 class FileLock:
