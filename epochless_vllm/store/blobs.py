@@ -1,0 +1,169 @@
+"""The tensor bytes of a revision: written while they are hashed, and hashed again on every read.
+
+A stored file has one possible sequence of bytes for a given manifest: tensors in canonical order behind the header
+that follows from it. Holds one chunk while writing, the whole file once while reading. Knows no directories.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from epochless_vllm.durable import storage_error
+from epochless_vllm.errors import DigestMismatchError, InspectError, StoreError
+from epochless_vllm.protocol.digests import Digest, digest_from_bytes
+from epochless_vllm.protocol.manifest import Manifest, TensorEntry
+from epochless_vllm.store.finite import find_non_finite
+from epochless_vllm.store.safetensors import ITEM_BYTES, TensorRecord, encode_header, lay_out
+
+CHUNK_BYTES = 1 << 20  # copying is fastest while a chunk stays in the second-level cache
+_OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+
+ReadInto = Callable[[memoryview], int]
+"""Fills the front of a buffer with the next bytes of a source and returns their count; 0 at its end."""
+
+
+def copy_tensors(read_into: ReadInto, records: Sequence[TensorRecord], target: io.FileIO) -> list[TensorEntry]:
+    """Write the canonical file of a source's tensors, and return what was written.
+
+    Each byte is read once; the digest is of the bytes that were written, whatever the source holds by then.
+
+    Args:
+        read_into: the source, at its first byte of data.
+        records: its tensors in the order of their data.
+        target: an empty file open for writing.
+
+    Raises:
+        InspectError: the source ends early, goes on, cannot be read, or holds a value that is not finite.
+        StoreError: the file cannot be written.
+    """
+    layout = lay_out([(record.name, record.dtype, record.shape) for record in records])
+    header = encode_header(layout)
+    begins = {record.name: len(header) + record.begin for record in layout}
+    buffer = memoryview(bytearray(min(CHUNK_BYTES, max(record.byte_length for record in records))))
+    _write(target, memoryview(header), 0)
+    entries = []
+    for record in records:
+        sha256 = _copy_one(read_into, record, buffer, target, begins[record.name])
+        entries.append(TensorEntry(record.name, record.dtype, record.shape, record.byte_length, sha256))
+    if _read(read_into, buffer[:1]):
+        raise InspectError("safetensors: bytes after the last tensor; write the file again", reason="trailing_bytes")
+    return entries
+
+
+def create_file(path: Path) -> io.FileIO:
+    """Return a new read-only file, open for its one writing.
+
+    Raises:
+        StoreError: it cannot be made.
+    """
+    try:
+        return io.FileIO(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o400), "wb")
+    except OSError as error:
+        raise storage_error(error, path, "create") from error
+
+
+def read_tensors(path: Path, manifest: Manifest) -> tuple[mmap.mmap, dict[str, memoryview]]:
+    """Return the data of a stored file in private memory, and each tensor's raw bytes in it, after hashing them.
+
+    Raises:
+        DigestMismatchError: the file is not the one the manifest determines.
+        StoreError: the file is missing or cannot be read.
+    """
+    layout = lay_out([(entry.name, entry.dtype, entry.shape) for entry in manifest.tensors])
+    expected = {entry.name: entry.sha256 for entry in manifest.tensors}
+    header = encode_header(layout)
+    size = len(header) + layout[-1].end
+    try:
+        descriptor = os.open(path, _OPEN)
+        with open(descriptor, "rb", buffering=0) as file:
+            actual_size = os.fstat(descriptor).st_size
+            if actual_size != size:
+                raise _mismatch(path, f"{size} bytes", f"{actual_size} bytes")
+            if file.read(len(header)) != header:
+                raise _mismatch(path, "the header of its manifest", "another header")
+            memory = mmap.mmap(-1, layout[-1].end)
+            whole = memoryview(memory)
+            tensors = {record.name: whole[record.begin : record.end] for record in layout}
+            for name, view in tensors.items():
+                actual = _read_hashed(file.readinto, view)
+                if actual != expected[name]:
+                    raise _mismatch(path, expected[name], actual, tensor=name)
+    except OSError as error:
+        raise StoreError(f"{path}: cannot read: {error.strerror}; add the adapter again", path=str(path)) from error
+    return memory, tensors
+
+
+def _copy_one(read_into: ReadInto, record: TensorRecord, buffer: memoryview, target: io.FileIO, offset: int) -> Digest:
+    hasher = hashlib.sha256()
+    width = ITEM_BYTES[record.dtype]
+    done = 0
+    while done < record.byte_length:
+        piece = buffer[: min(len(buffer), record.byte_length - done)]
+        _fill(read_into, piece, record.name)
+        hasher.update(piece)
+        index = find_non_finite(record.dtype, piece)
+        if index is not None:
+            raise InspectError(
+                f"tensor {record.name[:200]}: element {done // width + index} is not finite; the trainer diverged, or "
+                "wrote the file while it was read",
+                reason="not_finite",
+                tensor=record.name[:200],
+                index=done // width + index,
+            )
+        _write(target, piece, offset + done)
+        done += len(piece)
+    return digest_from_bytes(hasher.digest())
+
+
+def _read(read_into: ReadInto, view: memoryview) -> int:
+    try:
+        return read_into(view)
+    except OSError as error:
+        raise InspectError(f"safetensors: cannot be read: {error.strerror}", reason="unreadable") from error
+
+
+def _fill(read_into: ReadInto, view: memoryview, name: str) -> None:
+    filled = 0
+    while filled < len(view):
+        count = _read(read_into, view[filled:])
+        if not count:
+            raise InspectError(f"safetensors: ends inside tensor {name[:200]}", reason="truncated", tensor=name[:200])
+        filled += count
+
+
+def _write(target: io.FileIO, view: memoryview, offset: int) -> None:
+    try:
+        while view:
+            count = os.pwrite(target.fileno(), view, offset)
+            view, offset = view[count:], offset + count
+    except OSError as error:
+        raise storage_error(error, str(target.name), "write") from error
+
+
+def _read_hashed(read_into: Callable[[memoryview], int | None], view: memoryview) -> Digest:
+    hasher = hashlib.sha256()
+    for begin in range(0, len(view), CHUNK_BYTES):
+        piece = view[begin : begin + CHUNK_BYTES]
+        filled = 0
+        while filled < len(piece):
+            count = read_into(piece[filled:])
+            if not count:
+                break  # shorter than it was when opened: the digest will say so
+            filled += count
+        hasher.update(piece)
+    return digest_from_bytes(hasher.digest())
+
+
+def _mismatch(path: Path, expected: str, actual: str, *, tensor: str | None = None) -> DigestMismatchError:
+    subject = f"{path.parent.name}/{path.name}" + (f" tensor {tensor}" if tensor else "")
+    return DigestMismatchError(
+        f"{subject}: expected {expected}, got {actual}; publish the adapter again to replace it",
+        expected=expected,
+        actual=actual,
+        subject=subject,
+    )

@@ -1,0 +1,99 @@
+"""The part of a store where revisions are written before they have a name, and removed after they lose it.
+
+An entry belongs to the process that holds ``<name>.lock`` beside it; without a holder it is a leftover of a crash.
+Knows nothing of what the entries are.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from epochless_vllm.durable import FileLock, rename_durable, storage_error
+from epochless_vllm.errors import StoreLockedError
+
+
+class Incoming:
+    """One such directory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @contextmanager
+    def staging(self) -> Iterator[Path]:
+        """Yield a new empty directory (mode 0700), removed at the end of the block unless it was renamed away.
+
+        Raises:
+            StoreError: it cannot be made.
+        """
+        with self._owned() as directory:
+            try:
+                directory.mkdir(mode=0o700)
+            except OSError as error:
+                raise storage_error(error, directory, "make the directory") from error
+            yield directory
+
+    def remove(self, directory: Path) -> None:
+        """Remove a directory of the same filesystem: whole under its name or gone, also after a crash.
+
+        Raises:
+            StoreError: it still has its name.
+        """
+        with self._owned() as grave:
+            rename_durable(directory, grave)
+
+    def names(self) -> tuple[str, ...]:
+        """Return the entries, locks included, sorted."""
+        return list_names(self.path)
+
+    def clear(self) -> tuple[str, ...]:
+        """Remove the entries whose owners are gone, and return their names."""
+        removed = []
+        for name in sorted({entry.removesuffix(".lock") for entry in self.names()}):
+            try:
+                lock = FileLock(self.path / f"{name}.lock", purpose="collecting leftovers")
+            except StoreLockedError:  # its writer lives
+                continue
+            except OSError as error:
+                raise storage_error(error, self.path, "collect leftovers") from error
+            self._discard(self.path / name)
+            lock.release()
+            removed.append(name)
+        return tuple(removed)
+
+    @contextmanager
+    def _owned(self) -> Iterator[Path]:
+        """Yield a fresh path that this process owns for the block; whatever is there at its end is removed."""
+        path = self.path / f"{os.getpid()}-{secrets.token_hex(8)}"
+        try:
+            lock = FileLock(f"{path}.lock", purpose="writing a revision")
+        except OSError as error:
+            raise storage_error(error, path, "lock") from error
+        try:
+            yield path
+        finally:
+            self._discard(path)
+            lock.release()
+
+    def _discard(self, path: Path) -> None:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+        Path(f"{path}.lock").unlink(missing_ok=True)
+
+
+def list_names(directory: Path) -> tuple[str, ...]:
+    """Return the names in a directory, sorted.
+
+    Raises:
+        StoreError: it cannot be read.
+    """
+    try:
+        return tuple(sorted(os.listdir(directory)))
+    except OSError as error:
+        raise storage_error(error, directory, "list") from error
