@@ -97,7 +97,8 @@ def _hash_sample(path: Path) -> str:
     size = path.stat().st_size
     with path.open("rb") as file:
         opening = file.read(8)
-        header = file.read(min(int.from_bytes(opening, "little"), CHUNK_BYTES)) if path.suffix == ".safetensors" else b""
+        header_bytes = min(int.from_bytes(opening, "little"), CHUNK_BYTES) if path.suffix == ".safetensors" else 0
+        header = file.read(header_bytes)
         hasher = hashlib.sha256(opening + header + size.to_bytes(8, "big"))
         room = max(0, size - SAMPLE_BYTES)
         file.seek(int.from_bytes(hasher.digest()[:8], "big") % (room + 1))

@@ -104,9 +104,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="Refuse requests that name the base model.",
     )
     group.add_argument("--epochless-signing-key", metavar="FILE", help="Ed25519 private key (PEM) for receipts.")
-    group.add_argument(
-        "--epochless-mixed-rows", choices=MIXED_ROWS, help="LoRA operations on CPU (default grouped)."
-    )
+    group.add_argument("--epochless-mixed-rows", choices=MIXED_ROWS, help="LoRA operations on CPU (default grouped).")
     group.add_argument(
         "--epochless-base-digest", choices=BASE_DIGEST, help="Hash all weight bytes, or a sample (default full)."
     )

@@ -1,0 +1,27 @@
+# One command list; the automation only calls it. PYTHON chooses the interpreter of `make setup`.
+PYTHON ?= python3
+VENV ?= .venv
+PY := $(VENV)/bin/python
+STRICT := epochless_vllm/protocol epochless_vllm/store epochless_vllm/publication epochless_vllm/patch \
+          epochless_vllm/wire.py epochless_vllm/verify epochless_vllm/reference epochless_vllm/client epochless_vllm/cli
+
+.PHONY: setup demo test test-engine lint bench
+
+setup:
+	@PYTHON=$(PYTHON) VENV=$(VENV) bash docker/setup.sh
+
+demo: setup
+	@$(PY) -m epochless_vllm.cli.main demo $(if $(TP),--tensor-parallel-size $(TP))
+
+test: setup
+	@$(PY) -m pytest -m "not engine and not gpu"
+
+test-engine: setup
+	@$(PY) -m pytest -m "engine and not gpu"
+
+lint: setup
+	@$(PY) -m ruff check .
+	@$(PY) -m mypy $(STRICT)
+
+bench: setup
+	@$(PY) benchmarks/bench_publish.py

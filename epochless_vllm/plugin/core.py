@@ -1,0 +1,170 @@
+"""Seam: the engine core's side of publication.
+
+Adds the calls a front end makes, and a gate through which every request passes: a request whose adapter is not held by
+every rank of this engine, or was retired while the request travelled, is refused alone, before it can reach the step
+loop (where a missing adapter would end the engine). Also reads back each adapter's slots before its first step. Dies
+when upstream stages, drains and removes adapters by identity.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from typing import Any
+
+from epochless_vllm.errors import EpochlessError, InvalidRequestError, RetiredRevisionError, SeamError
+from epochless_vllm.plugin.activation import forget_verified, guard_activation
+from epochless_vllm.plugin.options import options_of
+from epochless_vllm.protocol.names import split_lora_name
+
+GATE = "_epochless_gate"
+
+
+class RevisionGate:
+    """Which adapters this engine serves and how many requests hold each; requests enter from an input thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[int, str] = {}
+        self._closed: set[int] = set()
+        self._entering: Counter[int] = Counter()
+
+    def enter(self, lora_request: Any) -> None:
+        """Admit a request on its way to the scheduler.
+
+        Raises:
+            RetiredRevisionError: the adapter was retired while the request travelled.
+            InvalidRequestError: the LoRARequest was not made by Epochless.
+        """
+        revision_id = split_lora_name(lora_request.lora_name)[1]
+        lora_int_id = lora_request.lora_int_id
+        with self._lock:
+            if self._open.get(lora_int_id) == revision_id:
+                self._entering[lora_int_id] += 1
+                return
+            closed = lora_int_id in self._closed
+        if closed:
+            raise RetiredRevisionError(f"{lora_request.lora_name} was retired before the request arrived")
+        raise InvalidRequestError(
+            f"lora_request: {lora_request.lora_name} (id {lora_int_id}) was not published here; "
+            "obtain it from resolve()",
+            field="lora_request",
+        )
+
+    def leave(self, lora_int_id: int) -> None:
+        """Note that the scheduler now holds the request, or that it failed on the way."""
+        with self._lock:
+            self._entering[lora_int_id] -= 1
+
+    def set_held(self, held: dict[int, str]) -> None:
+        """Serve exactly the adapters every rank holds."""
+        with self._lock:
+            self._closed |= set(self._open) - set(held)
+            self._open = dict(held)
+
+    def close(self, lora_int_id: int, scheduled: int) -> int:
+        """Stop serving an adapter if nothing holds it; return the number of holders."""
+        with self._lock:
+            holders = scheduled + self._entering[lora_int_id]
+            if holders == 0 and self._open.pop(lora_int_id, None) is not None:
+                self._closed.add(lora_int_id)
+            return holders
+
+    def entering(self, lora_int_id: int) -> int:
+        with self._lock:
+            return self._entering[lora_int_id]
+
+
+def count_scheduled(core: Any, lora_int_id: int) -> int:
+    """Return the requests the scheduler holds on an adapter: waiting, running, preempted or paused."""
+    requests = core.scheduler.requests.values()
+    return sum(1 for r in requests if r.lora_request is not None and r.lora_request.lora_int_id == lora_int_id)
+
+
+def epochless_call(self: Any, message: dict[str, Any]) -> list[dict[str, Any]]:
+    """Send a publication message to every rank of this engine and return their replies, in rank order."""
+    gate = getattr(self, GATE)
+    if message["kind"] == "retire":
+        holders = gate.close(message["lora_int_id"], count_scheduled(self, message["lora_int_id"]))
+        if holders:
+            size = self.vllm_config.parallel_config.world_size
+            return [{"ok": False, "code": "in_use", "reason": f"{holders} requests hold it", "holders": holders}] * size
+        forget_verified(self, message["lora_int_id"])
+    replies: list[dict[str, Any]] = self.collective_rpc("epochless_call", args=(message,))
+    if message["kind"] in ("abort", "retire") or all(reply.get("done") for reply in replies):
+        refresh_gate(self, message["epoch"])
+    return replies
+
+
+def refresh_gate(core: Any, epoch: int) -> None:
+    """Open the gate for exactly the adapters that every rank of this engine holds."""
+    replies = core.collective_rpc("epochless_call", args=({"kind": "status", "epoch": epoch},))
+    held = [{int(i): str(r) for i, r in reply.get("held", {}).items()} for reply in replies]
+    common = {i: r for i, r in held[0].items() if all(other.get(i) == r for other in held)}
+    getattr(core, GATE).set_held(common)
+
+
+def epochless_holders(self: Any, lora_int_id: int) -> int:
+    """Return the requests that hold an adapter here, those on their way to the scheduler included."""
+    entering: int = getattr(self, GATE).entering(lora_int_id)
+    return entering + count_scheduled(self, lora_int_id)
+
+
+def install() -> None:
+    """Add the calls and the gate to ``EngineCore``.
+
+    Raises:
+        SeamError: a target is missing.
+    """
+    from vllm.v1.engine.core import EngineCore
+
+    for name in ("preprocess_add_request", "add_request", "add_lora", "remove_lora", "pin_lora", "step"):
+        if not hasattr(EngineCore, name):
+            raise SeamError(f"EngineCore has no {name}", target=name)
+    if hasattr(EngineCore, "epochless_call"):
+        return
+    EngineCore.epochless_call = epochless_call
+    EngineCore.epochless_holders = epochless_holders
+    _wrap_requests(EngineCore)
+    _refuse_direct_adapters(EngineCore)
+    guard_activation(EngineCore)
+
+
+def _wrap_requests(engine_core: Any) -> None:
+    preprocess, add = engine_core.preprocess_add_request, engine_core.add_request
+
+    def preprocess_add_request(self: Any, request: Any) -> Any:
+        gate = getattr(self, GATE, None)
+        if gate is None or request.lora_request is None:
+            return preprocess(self, request)
+        gate.enter(request.lora_request)
+        try:
+            return preprocess(self, request)
+        except BaseException:
+            gate.leave(request.lora_request.lora_int_id)
+            raise
+
+    def add_request(self: Any, request: Any, request_wave: int = 0) -> None:
+        gate = getattr(self, GATE, None)
+        try:
+            add(self, request, request_wave)
+        finally:
+            if gate is not None and request.lora_request is not None:
+                gate.leave(request.lora_request.lora_int_id)
+
+    engine_core.preprocess_add_request = preprocess_add_request
+    engine_core.add_request = add_request
+
+
+def _refuse_direct_adapters(engine_core: Any) -> None:
+    for name in ("add_lora", "remove_lora", "pin_lora"):
+        original = getattr(engine_core, name)
+
+        def refuse(self: Any, argument: Any, *, name: str = name, original: Any = original) -> Any:
+            if options_of(self.vllm_config.additional_config) is None:
+                return original(self, argument)
+            raise EpochlessError(f"{name}: adapters enter and leave by publish and retire only while Epochless is on")
+
+        # vLLM converts a utility call's arguments by the method's annotations.
+        refuse.__annotations__ = {"argument": original.__annotations__.get("lora_request", int)}
+        setattr(engine_core, name, refuse)

@@ -1,0 +1,131 @@
+"""The coordinator's port to the ranks, over whatever connects this process to its engines.
+
+Promises one reply per rank that answered within the deadline, and never an exception for a rank's failure: a partial
+failure is the coordinator's business. vLLM's own broadcast returns the first engine's answer only, so each engine is
+asked by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+from typing import Any, Protocol
+
+from epochless_vllm.plugin.expectations import DTYPE_OF_TORCH, expect_registered
+from epochless_vllm.plugin.worker import rank_name
+from epochless_vllm.protocol.manifest import RevisionId
+from epochless_vllm.store.revisions import RevisionStore
+
+CALL_TIMEOUT_S = 30.0  # one call is a message and a short step-thread action; longer means the engine is lost
+
+
+class Transport(Protocol):
+    """Calls a method of every engine core this process is connected to."""
+
+    def call(self, method: str, *arguments: Any) -> dict[int, Any]:
+        """Return each engine's result or the exception it ended with, by engine index."""
+
+
+class CoreTransport:
+    """Inside an engine core: calls that core itself."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+        self._index = core.vllm_config.parallel_config.data_parallel_index
+
+    def call(self, method: str, *arguments: Any) -> dict[int, Any]:
+        return {self._index: getattr(self._core, method)(*arguments)}
+
+
+class SyncTransport:
+    """In a process with a synchronous client: ``LLM`` over an engine core process."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def call(self, method: str, *arguments: Any) -> dict[int, Any]:
+        try:
+            return {0: self._client.call_utility(method, *arguments)}
+        except Exception as error:  # noqa: BLE001  # reported as this engine's answer; the coordinator decides
+            return {0: error}
+
+
+class AsyncTransport:
+    """In an API server: the client lives on an event loop, the coordinator in a thread of its own."""
+
+    def __init__(self, client: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self._client = client
+        self._loop = loop
+
+    def call(self, method: str, *arguments: Any) -> dict[int, Any]:
+        future = asyncio.run_coroutine_threadsafe(self._call_all(method, arguments), self._loop)
+        try:
+            return future.result(CALL_TIMEOUT_S)
+        except concurrent.futures.TimeoutError:
+            future.cancel()
+            return {}
+
+    async def _call_all(self, method: str, arguments: tuple[Any, ...]) -> dict[int, Any]:
+        engines = list(self._client.core_engines)
+        results = await asyncio.gather(
+            *(self._client._call_utility_async(method, *arguments, engine=engine) for engine in engines),
+            return_exceptions=True,
+        )
+        return {int.from_bytes(engine, "little"): result for engine, result in zip(engines, results, strict=True)}
+
+
+class EngineRanks:
+    """The Ranks port over a transport."""
+
+    def __init__(self, transport: Transport, vllm_config: Any, store: RevisionStore) -> None:
+        parallel = vllm_config.parallel_config
+        self._transport = transport
+        self._store = store
+        self._size = parallel.world_size
+        self._dtype = DTYPE_OF_TORCH[str(vllm_config.lora_config.lora_dtype)]
+        local = isinstance(transport, CoreTransport)
+        self._engines = [parallel.data_parallel_index] if local else list(range(parallel.data_parallel_size))
+        # One thread, so that the expectation is computed while the ranks load.
+        self._expecting = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="epochless-expectation")
+        self._expected: dict[str, concurrent.futures.Future[str]] = {}
+
+    def names(self) -> tuple[str, ...]:
+        """Return every rank that must take part in a publication."""
+        return tuple(rank_name(engine, rank) for engine in self._engines for rank in range(self._size))
+
+    def call(self, message: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        """Send a message to every rank; a rank that did not answer is missing from the result."""
+        if message["kind"] == "prepare_begin":
+            self._expect(message["revision_id"])
+        replies: dict[str, dict[str, Any]] = {}
+        for engine, result in self._transport.call("epochless_call", message).items():
+            for rank in range(self._size):
+                name = rank_name(engine, rank)
+                if isinstance(result, BaseException):
+                    reason = f"{type(result).__name__}: {result}"
+                    replies[name] = {"ok": False, "rank": name, "code": "engine_failed", "reason": reason}
+                elif rank < len(result):
+                    replies[name] = {**result[rank], "rank": name}
+        return replies
+
+    def holders(self, lora_int_id: int) -> int:
+        """Return the requests that hold an adapter in any engine; an engine that did not answer counts as one."""
+        answers = self._transport.call("epochless_holders", lora_int_id)
+        missing = len(self._engines) - len(answers)
+        return missing + sum(1 if isinstance(a, BaseException) else int(a) for a in answers.values())
+
+    def _expect(self, revision_id: str) -> None:
+        if revision_id not in self._expected:
+            self._expected[revision_id] = self._expecting.submit(self._compute_expected, revision_id)
+
+    def _compute_expected(self, revision_id: str) -> str:
+        return expect_registered(self._store.read(RevisionId(revision_id)), self._dtype)
+
+    def expected_registered(self, revision_id: str) -> str | None:
+        """Return the registered digest every rank must report, computed here from the store's bytes.
+
+        Raises:
+            DigestMismatchError: the store's bytes changed.
+        """
+        self._expect(revision_id)
+        return self._expected.pop(revision_id).result()

@@ -1,0 +1,85 @@
+"""Seam: restart recovery, and the journal inside an engine core.
+
+After the engine's weights are loaded and before it reports ready, every committed, unretired revision is prepared again
+on this engine's ranks: the first request a restarted server answers can already pin any of them. A head that cannot be
+brought back stops the start; an older revision is quarantined and the status says why. Dies with vLLM's own durable
+adapters.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from epochless_vllm.errors import SeamError
+from epochless_vllm.plugin.activation import guard_executor
+from epochless_vllm.plugin.block_keys import set_base_digest
+from epochless_vllm.plugin.core import GATE, RevisionGate, refresh_gate
+from epochless_vllm.plugin.deployment import current_epoch
+from epochless_vllm.plugin.logs import logger
+from epochless_vllm.plugin.options import Options, options_of
+from epochless_vllm.plugin.ranks import CoreTransport, EngineRanks
+from epochless_vllm.publication.coordinator import Coordinator
+from epochless_vllm.publication.journal import Journal
+from epochless_vllm.store.revisions import RevisionStore
+
+COORDINATOR = "_epochless_coordinator"
+
+
+def install() -> None:
+    """Wrap ``EngineCore._initialize_kv_caches``, the last step before an engine core reports ready.
+
+    Raises:
+        SeamError: the target is missing.
+    """
+    from vllm.v1.engine.core import EngineCore
+
+    original = getattr(EngineCore, "_initialize_kv_caches", None)
+    if original is None:
+        raise SeamError("EngineCore has no _initialize_kv_caches", target="_initialize_kv_caches")
+    if getattr(original, "_epochless", False):
+        return
+
+    def initialize_kv_caches(self: Any, vllm_config: Any) -> Any:
+        result = original(self, vllm_config)
+        options = options_of(vllm_config.additional_config)
+        if options is not None:
+            prepare_core(self, vllm_config, options)
+        return result
+
+    initialize_kv_caches._epochless = True  # type: ignore[attr-defined]  # the mark of an installed seam
+    EngineCore._initialize_kv_caches = initialize_kv_caches
+
+
+def prepare_core(core: Any, vllm_config: Any, options: Options) -> None:
+    """Give an engine core its gate, its guard and its committed revisions.
+
+    Raises:
+        EpochlessError: a head cannot be brought back; the engine must not start.
+    """
+    assert options.base_digest is not None, "the front end computes the base digest before it starts an engine"
+    set_base_digest(options.base_digest)
+    setattr(core, GATE, RevisionGate())
+    guard_executor(core)
+    store = RevisionStore(Path(options.store))
+    journal = Journal(Path(options.store) / "journal.sqlite")
+    ranks = EngineRanks(CoreTransport(core), vllm_config, store)
+    capacity = vllm_config.lora_config.max_cpu_loras
+    coordinator = Coordinator(store, journal, ranks, keep=options.keep, capacity=capacity)
+    setattr(core, COORDINATOR, coordinator)
+    began = time.monotonic()
+    count = len(journal.refresh().adapters)
+    coordinator.recover()
+    refresh_gate(core, current_epoch())
+    if count:
+        logger.info("brought back %d revisions in %.2f s", count, time.monotonic() - began)
+
+
+def quarantine_revision(core: Any, lora_int_id: int, rank: str, reason: str) -> None:
+    """Journal that a rank failed to activate an adapter, so that every front end answers 503 for it."""
+    coordinator = getattr(core, COORDINATOR)
+    for revision_id, held in coordinator.state().adapters.items():
+        if held == lora_int_id:
+            coordinator.quarantine(revision_id, rank, reason)
+            return

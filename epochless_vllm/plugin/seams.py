@@ -1,0 +1,63 @@
+"""Installs every seam of an enabled deployment in this process, once.
+
+Each seam is a file of this room named after what it wraps, with ``install``: idempotent, and a SeamError when its
+target is missing. Knows which seams exist, not what they do.
+"""
+
+from __future__ import annotations
+
+from epochless_vllm.errors import SeamError
+from epochless_vllm.plugin.options import Options
+
+_installed = False
+
+
+def install_seams(options: Options) -> None:
+    """Install all seams; a second call does nothing.
+
+    Raises:
+        SeamError: the engine is unpatched, or lacks a target.
+    """
+    global _installed
+    if _installed:
+        return
+    from epochless_vllm.plugin import (
+        admission,
+        block_keys,
+        core,
+        labels,
+        metrics,
+        punica,
+        recovery,
+        routes,
+        slots,
+        worker,
+    )
+
+    check_patch()
+    for seam in (worker, slots, block_keys, core, recovery, admission, routes, labels, metrics):
+        seam.install()
+    punica.install(options)
+    _installed = True
+
+
+def check_patch() -> None:
+    """Require the patched engine, byte for byte.
+
+    Raises:
+        SeamError: a touched file is not the pinned postimage; says how to apply the patch.
+    """
+    from pathlib import Path
+
+    import vllm
+
+    from epochless_vllm.patch.installation import read_status
+
+    site_packages = Path(vllm.__file__).parent.parent
+    status = read_status(site_packages)
+    if status.state != "patched":
+        raise SeamError(
+            f"vLLM in {site_packages} is {status.state}; run: epochless patch apply",
+            target=str(site_packages),
+            state=status.state,
+        )

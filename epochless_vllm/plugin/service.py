@@ -1,0 +1,212 @@
+"""Publication as one front-end process sees it: what admission, the routes and the in-process API all call.
+
+``resolve`` runs on the owning thread and is fast: a counter check and a dictionary. Everything that writes is
+synchronous and belongs in a thread of its own. Knows no HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from epochless_vllm.errors import InvalidRequestError, RevisionRequiredError, UnknownRevisionError
+from epochless_vllm.plugin.options import Options, options_of
+from epochless_vllm.plugin.ranks import EngineRanks, Transport
+from epochless_vllm.protocol.names import parse_policy, split_versioned
+from epochless_vllm.protocol.publication import Publication, State, Status
+from epochless_vllm.protocol.resolution import parse_constraint, resolve_model
+from epochless_vllm.publication.coordinator import Coordinator, Draining, Published
+from epochless_vllm.publication.journal import Journal, JournalView
+from epochless_vllm.store.revisions import RevisionStore
+
+_current: PublicationService | None = None
+
+
+def current_service() -> PublicationService | None:
+    """Return this process's service, or None before it started or without Epochless."""
+    return _current
+
+
+class PublicationService:
+    """Publishes, resolves and retires on behalf of one front end.
+
+    Attributes:
+        options: the deployment's options, base digest included.
+        base_digest: digest of the served base model.
+        base_names: names the base model is served under.
+    """
+
+    def __init__(self, vllm_config: Any, transport: Transport, base_names: frozenset[str]) -> None:
+        options = options_of(vllm_config.additional_config)
+        assert options is not None
+        assert options.base_digest is not None
+        self.options: Options = options
+        self.base_digest: str = options.base_digest
+        self.base_names = base_names
+        store = Path(options.store)
+        self.store = RevisionStore(store)
+        self.journal = Journal(store / "journal.sqlite")
+        self.view = JournalView(store / "journal.sqlite")
+        self.coordinator = Coordinator(
+            self.store,
+            self.journal,
+            EngineRanks(transport, vllm_config, self.store),
+            keep=options.keep,
+            capacity=vllm_config.lora_config.max_cpu_loras,
+        )
+        self._resolved: dict[str, Publication] = {}
+        self._resolved_state: State | None = None
+        self._requests: dict[str, Any] = {}
+
+    def state(self) -> State:
+        """Return the committed state as of now. Owning thread only."""
+        return self.view.current()
+
+    def resolve(self, model: str | None, weight_version: object = None) -> Publication | None:
+        """Return the publication a request runs on, or None for the base model. Owning thread only.
+
+        Raises:
+            UnknownRevisionError, RetiredRevisionError, QuarantinedRevisionError, ConflictError, InvalidRequestError:
+                see protocol/resolution.py.
+            RevisionRequiredError: the base model was named and the deployment requires a revision.
+        """
+        state = self.view.current()
+        if state is not self._resolved_state:
+            self._resolved.clear()
+            self._resolved_state = state
+        if weight_version is None and model is not None:
+            known = self._resolved.get(model)
+            if known is not None:
+                return known
+        if not model or model in self.base_names:
+            return self._resolve_base(weight_version)
+        publication = resolve_model(state, model, parse_constraint(weight_version))
+        if publication is None:
+            raise UnknownRevisionError(
+                f"The model `{model}` does not exist: no policy of that name; GET /v1/models lists what is served",
+                model=model,
+            )
+        if weight_version is None:
+            self._resolved[model] = publication
+        return publication
+
+    def _resolve_base(self, weight_version: object) -> None:
+        if weight_version is not None:
+            raise InvalidRequestError(
+                "weight_version: the base model has no versions; name a policy in `model`", field="weight_version"
+            )
+        if self.options.require_revision:
+            raise RevisionRequiredError(
+                "model: this server requires a revision; name a policy, policy@sha256:<hex> or policy-v<step>",
+                field="model",
+            )
+
+    def lora_request(self, publication: Publication) -> Any:
+        """Return the engine's request for a publication; the same object for the same revision and policy."""
+        from vllm.lora.request import LoRARequest
+
+        key = f"{publication.lora_int_id}:{publication.lora_name}"
+        request = self._requests.get(key)
+        if request is None:
+            if len(self._requests) > 4096:
+                self._requests.clear()
+            # The path is never read: the ranks hold the adapter before any request can name it.
+            path = f"{self.options.store}/revisions/{publication.revision_id.removeprefix('sha256:')}"
+            request = LoRARequest(publication.lora_name, publication.lora_int_id, path)
+            self._requests[key] = request
+        return request
+
+    def publish_directory(self, path: str, lora_name: str, step: int | None = None) -> Published:
+        """Publish the PEFT adapter in a local directory under a policy. Blocking.
+
+        Args:
+            lora_name: a policy, or ``policy-v<step>`` when ``step`` is None.
+
+        Raises:
+            EpochlessError: nothing changed; the message says what to do.
+        """
+        policy, step = self._policy_and_step(lora_name, step)
+        root = Path(self.options.import_root) if self.options.import_root else None
+        ingested = self.store.ingest_directory(Path(path), import_root=root)
+        return self.coordinator.publish(ingested.revision_id, policy, step)
+
+    def publish_files(self, files: Mapping[str, BinaryIO], policy: str, step: int | None = None) -> Published:
+        """Publish uploaded files (``adapter_config.json``, ``adapter_model.safetensors``) under a policy. Blocking.
+
+        Raises:
+            EpochlessError: as ``publish_directory``.
+        """
+        policy, step = self._policy_and_step(policy, step)
+        ingested = self.store.ingest_files(files)
+        return self.coordinator.publish(ingested.revision_id, policy, step)
+
+    def _policy_and_step(self, name: str, step: int | None) -> tuple[str, int | None]:
+        parse_policy(name, field="lora_name")
+        if step is None and (versioned := split_versioned(name)) is not None:
+            name, step = versioned
+            parse_policy(name, field="lora_name")
+        if name in self.base_names:
+            raise InvalidRequestError(
+                f"lora_name: {name!r} is the base model's name; publish under another", field="lora_name"
+            )
+        return name, step
+
+    def retire(self, model: str) -> list[Draining]:
+        """Begin to retire all revisions of a policy, or the one a pinned model string names. Blocking.
+
+        Raises:
+            UnknownRevisionError, RetiredRevisionError, HeadRetirementError, StorageFullError.
+        """
+        state = self.journal.refresh()
+        if any(policy == model for policy, _ in state.bindings):
+            return self.coordinator.retire(model, None)
+        publication = resolve_model(state, model)
+        if publication is None:
+            raise UnknownRevisionError(f"The lora adapter '{model}' cannot be found.", model=model)
+        return self.coordinator.retire(publication.policy, publication.revision_id)
+
+    def pump(self) -> int:
+        """Remove retired revisions that no request holds any more; return how many still drain. Blocking."""
+        return self.coordinator.pump_retirements()
+
+    def describe(self, policy: str | None = None) -> dict[str, Any]:
+        """Return the policies, their heads and their revisions, for status answers. Owning thread only.
+
+        Raises:
+            UnknownRevisionError: no such policy.
+        """
+        state = self.view.current()
+        names = sorted({name for name, _ in state.bindings})
+        if policy is not None and policy not in names:
+            raise UnknownRevisionError(f"policy {policy}: does not exist; GET /v1/policies lists them", policy=policy)
+        described = [self._describe_policy(state, name) for name in names if policy in (None, name)]
+        return {"base_digest": self.base_digest, "epoch": state.epoch, "policies": described}
+
+    def _describe_policy(self, state: State, policy: str) -> dict[str, Any]:
+        head = state.head(policy)
+        revisions = []
+        for publication in sorted(state.publications.values(), key=lambda p: -p.sequence):
+            if publication.policy != policy:
+                continue
+            held = state.is_held(publication)
+            status = state.bindings[(policy, publication.revision_id)] if held else Status.RETIRED
+            item = {
+                "revision_id": publication.revision_id,
+                "step": publication.step,
+                "sequence": publication.sequence,
+                "lora_int_id": publication.lora_int_id,
+                "status": status.value,
+                "head": head is not None and head.sequence == publication.sequence,
+            }
+            if status is Status.QUARANTINED and publication.revision_id in state.quarantine:
+                item["rank"], item["reason"] = state.quarantine[publication.revision_id]
+            revisions.append(item)
+        return {"policy": policy, "head": revisions[0]["revision_id"] if head else None, "revisions": revisions}
+
+
+def start_service(vllm_config: Any, transport: Transport, base_names: frozenset[str]) -> PublicationService:
+    """Make this process's service; a later start replaces it."""
+    global _current
+    _current = PublicationService(vllm_config, transport, base_names)
+    return _current

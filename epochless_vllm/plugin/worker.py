@@ -1,0 +1,88 @@
+"""Seam: one rank's side of publication, on vLLM's worker.
+
+Adds two methods to the worker that a collective RPC reaches by name. Neither ever raises: an exception there leaves the
+executor's replies out of step. Adapters enter the CPU registry only and are pinned there; ``add_lora`` is never used,
+since it activates at once and may evict a slot in use. Dies when upstream stages adapters without activating them.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from typing import Any
+
+from epochless_vllm.errors import SeamError
+from epochless_vllm.plugin.installer import LoRAInstaller
+from epochless_vllm.publication.participant import Participant
+
+_ATTRIBUTE = "_epochless_rank"
+
+
+class Rank:
+    """The participant and the installer of one worker."""
+
+    def __init__(self, worker: Any) -> None:
+        parallel = worker.vllm_config.parallel_config
+        self.name = rank_name(parallel.data_parallel_index, worker.rank)
+        self.installer = LoRAInstaller(worker, self.name)
+        self.participant = Participant(self.name, self.installer)
+
+
+def rank_name(engine_index: int, rank: int) -> str:
+    """Return the name of a rank in receipts and errors."""
+    return f"engine{engine_index}/rank{rank}"
+
+
+def _rank_of(worker: Any) -> Rank:
+    rank = getattr(worker, _ATTRIBUTE, None)
+    if rank is None:
+        rank = Rank(worker)
+        setattr(worker, _ATTRIBUTE, rank)
+    return rank
+
+
+def epochless_call(self: Any, message: dict[str, Any]) -> dict[str, Any]:
+    """Handle one publication message; never raises."""
+    try:
+        return _rank_of(self).participant.handle(message)
+    except Exception as error:  # noqa: BLE001  # a raise would leave the executor's replies out of step for good
+        return _failure(self, error)
+
+
+def epochless_activate(self: Any, lora_int_ids: list[int], in_step: list[int]) -> dict[str, Any]:
+    """Copy adapters into slots and read them back; never raises.
+
+    Args:
+        lora_int_ids: adapters to activate.
+        in_step: adapters of the coming step, whose slots must not be evicted.
+
+    Returns:
+        ``ok``, ``rank`` and, per id, ``slot_digest`` or a ``reason``.
+    """
+    try:
+        rank = _rank_of(self)
+        results = {str(i): rank.installer.activate(i, in_step) for i in lora_int_ids}
+        return {"ok": all(r["ok"] for r in results.values()), "rank": rank.name, "results": results}
+    except Exception as error:  # noqa: BLE001  # as above
+        return _failure(self, error)
+
+
+def _failure(worker: Any, error: Exception) -> dict[str, Any]:
+    where = traceback.format_exception_only(error)[-1].strip()
+    rank = getattr(worker, _ATTRIBUTE, None)
+    name = rank.name if rank is not None else f"rank {getattr(worker, 'rank', '?')} of process {os.getpid()}"
+    return {"ok": False, "rank": name, "code": "rank_failed", "reason": where}
+
+
+def install() -> None:
+    """Add the two methods to ``WorkerBase``.
+
+    Raises:
+        SeamError: the target is missing, or a name is taken by something else.
+    """
+    from vllm.v1.worker import worker_base
+
+    if not hasattr(worker_base, "WorkerBase"):
+        raise SeamError("vllm.v1.worker.worker_base has no WorkerBase", target="WorkerBase")
+    for method in (epochless_call, epochless_activate):
+        setattr(worker_base.WorkerBase, method.__name__, method)
