@@ -49,6 +49,18 @@ class RevisionRequiredError(InvalidRequestError):
     code = "revision_required"
 
 
+class UploadTooLargeError(InvalidRequestError):
+    """A part of an upload is larger than an adapter's may be; ``limit`` is in bytes."""
+
+    code, status = "upload_too_large", 413
+
+
+class UnauthorizedError(EpochlessError):
+    """The request carries none of the server's API keys."""
+
+    code, status = "unauthorized", 401
+
+
 class UnknownRevisionError(EpochlessError):
     """No policy, step or revision of that name was ever committed here."""
 
@@ -251,3 +263,18 @@ class ReceiptError(EpochlessError):
 
     def __init__(self, message: str, *, threat: str, **fields: Any) -> None:
         super().__init__(message, threat=threat, **fields)
+
+
+# Clients
+
+
+class ServerUnreachableError(EpochlessError):
+    """The server did not answer; ``url`` says which."""
+
+    code, status = "server_unreachable", 503
+
+
+class UnexpectedReplyError(EpochlessError):
+    """The server answered in words this client does not know: not an Epochless server, or a newer one."""
+
+    code, status = "unexpected_reply", 502
