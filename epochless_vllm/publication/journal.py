@@ -106,6 +106,20 @@ class Journal:
             body = None if receipts is None else encode_canonical(receipts)
             return self._write(lambda _: events, receipts=body, epoch=self._epoch)
 
+    def check_writable(self) -> None:
+        """Raise unless ``append`` can be tried.
+
+        Raises:
+            StorageFullError: opened for reading only. UndecidedError: an earlier commit is undecided.
+        """
+        if self._read_only:
+            raise StorageFullError(f"{self.path}: opened for reading only", path=str(self.path))
+        if self._undecided is not None:
+            raise UndecidedError(
+                f"{self.path}: an earlier commit is undecided ({self._undecided}); restart the server",
+                path=str(self.path),
+            )
+
     def receipts(self, sequence: int) -> dict[str, dict[str, Any]]:
         """Return the receipts of a publication by rank; empty once its revision is retired.
 
@@ -140,7 +154,7 @@ class Journal:
     def _write(
         self, make_events: Callable[[State], Sequence[Event]], *, receipts: bytes | None, epoch: int | None
     ) -> State:
-        self._check_writable()
+        self.check_writable()
         ready = False
         try:
             self._connection.execute("BEGIN IMMEDIATE")
@@ -211,15 +225,6 @@ class Journal:
             "serving goes on, publishing needs a restart on a working disk",
             path=str(self.path),
         )
-
-    def _check_writable(self) -> None:
-        if self._read_only:
-            raise StorageFullError(f"{self.path}: opened for reading only", path=str(self.path))
-        if self._undecided is not None:
-            raise UndecidedError(
-                f"{self.path}: an earlier commit is undecided ({self._undecided}); restart the server",
-                path=str(self.path),
-            )
 
     def _check_epoch(self, epoch: int | None) -> None:
         current = self._replay.state.epoch
