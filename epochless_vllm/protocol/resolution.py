@@ -63,7 +63,7 @@ def resolve_model(state: State, model: str, constraint: VersionConstraint | None
             return None
         publication = _resolve_pin(state, model, pin)
         if constraint is not None:
-            _check_constraint(publication, constraint)
+            _check_constraint(publication, constraint, pinned=True)
     _check_serving(state, publication, model)
     return publication
 
@@ -79,7 +79,7 @@ def _resolve_policy(state: State, policy: str, constraint: VersionConstraint | N
         if found is None:
             raise _not_ready(head, constraint.exact_version, retryable=constraint.exact_version > head.step)
         return found
-    _check_constraint(head, constraint)
+    _check_constraint(head, constraint, pinned=False)
     return head
 
 
@@ -103,16 +103,16 @@ def _resolve_pin(state: State, model: str, pin: ModelPin) -> Publication:
     return found
 
 
-def _check_constraint(publication: Publication, constraint: VersionConstraint) -> None:
+def _check_constraint(publication: Publication, constraint: VersionConstraint, *, pinned: bool) -> None:
     exact, least = constraint.exact_version, constraint.min_version
     if exact is not None and publication.step != exact:
         raise _not_ready(publication, exact, retryable=False)
     if least is not None and publication.step < least:
-        raise _not_ready(publication, least, retryable=True)
+        raise _not_ready(publication, least, retryable=not pinned)  # a head moves on, a pin does not
 
 
 def _not_ready(applied: Publication, wanted: int, *, retryable: bool) -> EpochlessError:
-    advice = "retry after that step is published" if retryable else "that step was never published; ask for another"
+    advice = "retry after that step is published" if retryable else "waiting will not change that; ask for another"
     return WeightVersionNotReadyError(
         f"weight_version: {applied.policy} is at step {applied.step}, the request wants {wanted}; {advice}",
         type="WeightVersionNotReady",

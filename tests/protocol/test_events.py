@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -116,8 +117,8 @@ def test_events_that_could_not_be_read_back_are_not_written(event: Event) -> Non
 
 
 def test_the_chain_binds_every_field_and_no_two_splits_agree() -> None:
-    base = {"seq": 1, "epoch": 2, "kind": "aborted", "payload": b"{}", "evidence": b"e" * 32}
-    changes = [
+    base: dict[str, Any] = {"seq": 1, "epoch": 2, "kind": "aborted", "payload": b"{}", "evidence": b"e" * 32}
+    changes: list[dict[str, Any]] = [
         {"seq": 2},
         {"epoch": 3},
         {"kind": "abortee"},
@@ -128,6 +129,6 @@ def test_the_chain_binds_every_field_and_no_two_splits_agree() -> None:
         {"payload": b"{}" + b"e" * 32, "evidence": None},
         {"seq": 2, "epoch": 1},
     ]
-    rows = [chain_row(CHAIN_START, **{**base, **change}) for change in [{}, *changes]]  # type: ignore[arg-type]
-    rows.append(chain_row(b"\1" + CHAIN_START[1:], **base))  # type: ignore[arg-type]
+    rows = [chain_row(CHAIN_START, **{**base, **change}) for change in [{}, *changes]]
+    rows.append(chain_row(b"\1" + CHAIN_START[1:], **base))
     assert len(set(rows)) == len(rows)

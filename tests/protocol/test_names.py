@@ -49,8 +49,12 @@ def test_policy_names_of_the_alphabet_are_taken(name: str) -> None:
         "ä",
         "a:b",
         "a\\b",
-    ]
-    + [None, 3, b"a", ["a"], True],
+        None,
+        3,
+        b"a",
+        ["a"],
+        True,
+    ],
 )
 def test_other_policy_names_are_refused_naming_the_field(name: object) -> None:
     with pytest.raises(InvalidRequestError) as caught:
