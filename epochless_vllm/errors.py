@@ -278,3 +278,30 @@ class UnexpectedReplyError(EpochlessError):
     """The server answered in words this client does not know: not an Epochless server, or a newer one."""
 
     code, status = "unexpected_reply", 502
+
+
+# Audit
+
+
+class ModelRefusedError(EpochlessError):
+    """The reference engine does not compute this model exactly as written; ``field`` names the reason."""
+
+    code, status = "model_refused", 422
+
+    def __init__(self, message: str, *, field: str, **fields: Any) -> None:
+        super().__init__(message, field=field, **fields)
+
+
+class ReplayError(EpochlessError):
+    """A sequence cannot be computed: a token outside the vocabulary, or more positions than were provided for."""
+
+    code, status = "replay_refused", 422
+
+
+class TokenizerError(EpochlessError):
+    """A tokenizer.json, a text or a token the tokenizer does not read exactly; ``field`` names the reason."""
+
+    code, status = "tokenizer_refused", 422
+
+    def __init__(self, message: str, *, field: str, **fields: Any) -> None:
+        super().__init__(message, field=field, **fields)
