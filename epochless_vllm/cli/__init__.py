@@ -1,1 +1,1 @@
-"""The epochless command."""
+"""The ``epochless`` command: one module per verb, imported when its verb is used."""

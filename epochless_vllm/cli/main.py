@@ -1,0 +1,83 @@
+"""Entry of the ``epochless`` command: the table of verbs, and what a run ends with.
+
+Exit status: 0 good, 1 refused or not as it should be, 2 wrong usage. A verb is a module with ``configure(parser)`` and
+``run(arguments, output) -> int``; only the one that is used gets imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from epochless_vllm import __version__
+from epochless_vllm.cli.output import Output
+from epochless_vllm.errors import ConfigurationError, EpochlessError, InvalidRequestError
+
+VERBS = {
+    "publish": ("publish", "publish an adapter directory to a server"),
+    "revisions": ("revisions", "list the policies and revisions of a server"),
+    "retire": ("retire", "retire a policy or one of its revisions"),
+    "inspect": ("inspect", "show what an adapter directory holds, and its revision"),
+    "fsck": ("fsck", "check every byte of a store and its journal"),
+    "store": ("store", "check a store, or collect what it no longer needs"),
+    "patch": ("patch", "apply, verify or revert the patch of the installed vLLM"),
+    "doctor": ("doctor", "check this machine's setup and say what to fix"),
+}
+
+USAGE_ERRORS = (InvalidRequestError, ConfigurationError)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; return the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] in (["--version"], ["-V"]):
+        sys.stdout.write(f"epochless {__version__}\n")
+        return 0
+    if not words or words[0] in ("-h", "--help"):
+        sys.stdout.write(usage())
+        return 0 if words else 2
+    if words[0] not in VERBS:
+        sys.stderr.write(f"epochless: no verb {words[0]!r}\n\n{usage()}")
+        return 2
+    return run_verb(words[0], words[1:])
+
+
+def usage() -> str:
+    """Return the list of verbs."""
+    width = max(map(len, VERBS))
+    lines = [f"  {verb:<{width}}  {summary}" for verb, (_, summary) in VERBS.items()]
+    return "usage: epochless VERB ...\n\n" + "\n".join(lines) + "\n\n`epochless VERB --help` explains a verb.\n"
+
+
+def run_verb(verb: str, words: Sequence[str]) -> int:
+    """Parse the words of a verb and run it."""
+    module_name, summary = VERBS[verb]
+    module = importlib.import_module(f"epochless_vllm.cli.{module_name}")
+    parser = argparse.ArgumentParser(prog=f"epochless {verb}", description=module.__doc__ or summary)
+    parser.add_argument("--json", action="store_true", help="print one JSON value for machines")
+    module.configure(parser)
+    # Taken out first, so that it may stand anywhere, also behind the action of a verb that has actions.
+    output = Output(json="--json" in words)
+    try:
+        arguments = parser.parse_args([word for word in words if word != "--json"])
+    except SystemExit as stop:  # argparse has printed the help or what is wrong
+        return int(stop.code or 0)
+    try:
+        status: int = module.run(arguments, output)
+        sys.stdout.flush()
+        return status
+    except EpochlessError as error:
+        output.error(error)
+        return 2 if isinstance(error, USAGE_ERRORS) else 1
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""Seam: ``weight_version`` and ``weight_versions`` on every choice of a response.
+
+Each chunk and choice carries the revision that wrote its last token; the final chunk and the full choice carry spans
+over all output tokens, half-open, in order. Counts ``token_ids``, so that stop strings, skipped deltas, merged chunks
+and aborts leave no token without a label. What is labelled comes from ``label_tokens`` alone. Dies when upstream labels
+tokens by adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from epochless_vllm.errors import SeamError
+from epochless_vllm.plugin import metrics
+from epochless_vllm.plugin.admission import Admission, admission_of
+
+
+class Label(NamedTuple):
+    """What wrote a token: a revision_id and the step it was admitted as, or ``base:<digest>`` and no step."""
+
+    version: str
+    step: int | None
+
+
+def label_of(admission: Admission) -> Label:
+    """Return the label of the revision a request was bound to."""
+    publication = admission.publication
+    if publication is None:
+        return Label(f"base:{admission.served.service.base_digest}", None)
+    return Label(publication.revision_id, publication.step)
+
+
+def label_tokens(admission: Admission, output: Any) -> Iterable[tuple[Label, int]]:
+    """Return runs of (label, tokens) over an output's ``token_ids``, in order.
+
+    A request runs on the revision it was admitted with, so there is one run.
+    """
+    return ((label_of(admission), len(output.token_ids)),)
+
+
+def annotate_choice(self: Any, choice: Any, output: Any, request_output: Any, request: Any) -> None:
+    """Label a choice or chunk; see the patch's README for when the engine calls it.
+
+    Args:
+        choice: the choice to label; None for a chunk that is not sent, whose tokens count all the same.
+        output: the CompletionOutput behind it; None for a chunk that opens a stream and holds no token.
+        request_output: the RequestOutput it came with.
+        request: the body of the request.
+    """
+    admission = admission_of(request)
+    if admission is None:
+        return
+    if output is None:
+        choice.weight_version = label_of(admission).version
+        return
+    runs = () if _is_echo_only(request) else label_tokens(admission, output)
+    streamed = choice is None or type(choice).__name__.endswith("StreamChoice")
+    spans: list[dict[str, Any]] = []
+    if streamed:
+        spans = admission.progress.setdefault((request_output.request_id, output.index), spans)
+    extend_spans(spans, runs)
+    if choice is None:
+        return
+    choice.weight_version = spans[-1]["version"] if spans else label_of(admission).version
+    if not streamed or output.finish_reason is not None:
+        choice.weight_versions = spans
+        for span in spans:
+            metrics.count_tokens("base" if span["step"] is None else "revision", span["end"] - span["start"])
+
+
+def extend_spans(spans: list[dict[str, Any]], runs: Iterable[tuple[Label, int]]) -> None:
+    """Append runs of labelled tokens to spans, merging a run into a last span of the same label."""
+    for label, count in runs:
+        if count == 0:
+            continue
+        last = spans[-1] if spans else None
+        if last is not None and (last["version"], last["step"]) == label:
+            last["end"] += count
+            continue
+        start = last["end"] if last is not None else 0
+        spans.append({"version": label.version, "step": label.step, "start": start, "end": start + count})
+
+
+def _is_echo_only(request: Any) -> bool:
+    # vLLM generates one token to score the prompt, and leaves it out of the response.
+    return bool(getattr(request, "echo", False)) and request.max_tokens == 0
+
+
+def label_response(response: Any, request: Any) -> Any:
+    """Label a body of the Responses API, which has no choices."""
+    admission = admission_of(request)
+    if admission is not None:
+        response.weight_version = label_of(admission).version
+    return response
+
+
+def install() -> None:
+    """Replace the patch's hook, and wrap the constructor of Responses bodies.
+
+    Raises:
+        SeamError: a target is missing; without the hook the engine is not patched.
+    """
+    from vllm.entrypoints.generate.base.serving import GenerateBaseServing
+    from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
+
+    if not hasattr(GenerateBaseServing, "annotate_choice"):
+        raise SeamError(
+            "GenerateBaseServing has no annotate_choice: run epochless patch apply", target="annotate_choice"
+        )
+    if not hasattr(ResponsesResponse, "from_request"):
+        raise SeamError("ResponsesResponse has no from_request", target="from_request")
+    GenerateBaseServing.annotate_choice = annotate_choice
+    original = ResponsesResponse.from_request.__func__
+    if getattr(original, "_epochless", False):
+        return
+
+    def from_request(cls: Any, request: Any, *arguments: Any, **keywords: Any) -> Any:
+        return label_response(original(cls, request, *arguments, **keywords), request)
+
+    from_request._epochless = True  # type: ignore[attr-defined]  # the mark of an installed seam
+    ResponsesResponse.from_request = classmethod(from_request)
