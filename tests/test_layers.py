@@ -28,7 +28,8 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "verify": ({"errors", "protocol", "store", "reference"}, set()),
     "plugin": (
         {"errors", "durable", "protocol", "store", "publication", "patch", "wire", "sampling", "execution"},
-        {"vllm", "torch", "numpy", "numba", "fastapi", "starlette", "pydantic", "prometheus_client", "cryptography"},
+        {"vllm", "torch", "numpy", "numba", "fastapi", "starlette", "pydantic", "prometheus_client", "cryptography"}
+        | {"python_multipart"},  # comes with fastapi's form support, which vLLM depends on
     ),
     "client": ({"errors", "wire"}, {"httpx", "openai", "peft", "pydantic"}),
     "cli": (
