@@ -1,0 +1,42 @@
+"""The shipped series, and an original copy of the files it touches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from epochless_vllm.patch.installation import revert_patch
+from epochless_vllm.patch.pin import load_series
+from tests.patch.trees import copy_files, installed_root
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="session")
+def patches() -> Path:
+    """The directory of the series, as the repository holds it."""
+    return REPOSITORY / "patches"
+
+
+@pytest.fixture(scope="session")
+def installed() -> Path:
+    """The directory that holds the installed vLLM, patched or not; never written to."""
+    root = installed_root()
+    if root is None:
+        pytest.skip("vLLM is not installed; run make setup")
+    return root
+
+
+@pytest.fixture(scope="session")
+def original(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The touched files as upstream has them. Read only: use ``tree`` to change them."""
+    target = copy_files(installed, tmp_path_factory.mktemp("original"), load_series().pin.files)
+    revert_patch(target)
+    return target
+
+
+@pytest.fixture
+def tree(original: Path, tmp_path: Path) -> Path:
+    """An original tree of one's own."""
+    return copy_files(original, tmp_path / "tree", load_series().pin.files)
