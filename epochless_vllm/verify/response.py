@@ -1,0 +1,123 @@
+"""Reads what an OpenAI-style response says about a choice, so that a receipt can be held against it.
+
+The response is untrusted and not canonical: numbers with a fraction are read as decimals, never as floats. Text is
+not compared: that needs the tokenizer. Knows only the fields it compares.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from decimal import Decimal, localcontext
+from typing import Any
+
+from epochless_vllm.errors import ReceiptError
+from epochless_vllm.protocol.columns import WORD
+from epochless_vllm.protocol.shapes import read_integer, read_list
+
+MAX_RESPONSE_BYTES = 64 << 20
+LOGPROB_TOLERANCE = Decimal("0.00001")  # a float32 of the largest magnitude, 22.2 nats, is within 1e-6
+
+
+@dataclass(frozen=True)
+class ResponseClaims:
+    """One choice's claims; None where the response is silent.
+
+    ``weight_versions`` are (version, start, end) over output tokens, ``logprobs`` the behaviour log-probabilities
+    of ``choices[i].epochless.logprobs``.
+    """
+
+    token_ids: tuple[int, ...] | None
+    finish_reason: str | None
+    weight_versions: tuple[tuple[str, int, int], ...] | None
+    logprobs: tuple[Decimal, ...] | None
+    receipt_id: str | None
+
+
+def read_response(payload: bytes, choice_index: int) -> ResponseClaims:
+    """Return the claims of the choice with that ``index``.
+
+    Raises:
+        ReceiptError: the bytes are no response, or have no such choice.
+    """
+    choices = _parse(payload).get("choices")
+    if not isinstance(choices, list):
+        raise _refusal("no choices")
+    matching = [item for item in choices if isinstance(item, dict) and item.get("index") == choice_index]
+    if len(matching) != 1:
+        raise _refusal(f"{len(matching)} choices have index {choice_index}")
+    choice = matching[0]
+    extension = choice.get("epochless")
+    if not isinstance(extension, dict):
+        extension = {}
+    return ResponseClaims(
+        token_ids=_optional(choice, "token_ids", _token),
+        finish_reason=_text(choice, "finish_reason"),
+        weight_versions=_optional(choice, "weight_versions", _version),
+        logprobs=_optional(extension, "logprobs", _decimal),
+        receipt_id=_text(extension, "receipt_id"),
+    )
+
+
+def compare_logprobs(expected: Sequence[Decimal], width_less_one: Sequence[int], first: int) -> None:
+    """Raise ReceiptError where a claimed log-probability is not ln(width / 2**32) of the row at its position."""
+    claimed = expected[first : first + len(width_less_one)]
+    if len(claimed) != len(width_less_one):
+        raise ReceiptError("fewer log-probabilities than tokens", threat="logprob_mismatch")
+    with localcontext() as context:
+        context.prec = 28
+        whole = Decimal(WORD + 1).ln()
+        for place, (value, most) in enumerate(zip(claimed, width_less_one, strict=True)):
+            if abs(Decimal(most + 1).ln() - whole - value) > LOGPROB_TOLERANCE:
+                raise ReceiptError(
+                    f"the log-probability at position {first + place} is not the receipt's", threat="logprob_mismatch"
+                )
+
+
+def _parse(payload: bytes) -> dict[str, Any]:
+    if len(payload) > MAX_RESPONSE_BYTES:
+        raise _refusal("too large")
+    try:
+        value = json.loads(payload.decode("utf-8"), parse_float=Decimal, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise _refusal("not UTF-8 JSON") from error
+    if not isinstance(value, dict):
+        raise _refusal("not an object")
+    return value
+
+
+def _refuse_constant(text: str) -> Any:
+    raise _refusal(f"{text} is no number")
+
+
+def _refusal(detail: str) -> ReceiptError:
+    return ReceiptError(f"the response cannot be read: {detail}", threat="response_form")
+
+
+def _optional(source: dict[str, Any], name: str, read: Any) -> Any:
+    value = source.get(name)
+    return None if value is None else tuple(read(item) for item in read_list(value, name))
+
+
+def _text(source: dict[str, Any], name: str) -> str | None:
+    value = source.get(name)
+    if value is not None and not isinstance(value, str):
+        raise _refusal(f"{name} is not a string")
+    return value
+
+
+def _token(value: Any) -> int:
+    return read_integer(value, "token_ids", maximum=WORD)
+
+
+def _decimal(value: Any) -> Decimal:
+    if type(value) is not int and not isinstance(value, Decimal):
+        raise _refusal("a log-probability that is not a number")
+    return Decimal(value)
+
+
+def _version(value: Any) -> tuple[str, int, int]:
+    if not isinstance(value, dict) or not isinstance(value.get("version"), str):
+        raise _refusal("a weight version without its name")
+    return value["version"], read_integer(value.get("start"), "start"), read_integer(value.get("end"), "end")
