@@ -201,18 +201,23 @@ class Journal:
     def _settle(self, after: Replay, error: sqlite3.Error) -> State:
         """Find out whether a COMMIT that raised has happened, and make the answer final.
 
-        A failed fsync may leave a complete commit in the log that nobody sees now and a recovery would. Emptying the
-        log makes a visible commit durable in the main file, and an invisible one impossible.
+        The frame that completes a commit is written last, so a failed write means that it has not happened. A failed
+        fsync may leave a complete commit in the log that nobody sees now and a recovery would: emptying the log makes
+        a visible commit durable in the main file, and an invisible one impossible.
         """
         try:
-            self._connection.close()
-            self._connection = open_connection(self.path)
-            settled = empty_log(self._connection, self.path)
+            final = _is_failed_write(error)
+            if final:
+                self._roll_back()
+            else:
+                self._connection.close()
+                self._connection = open_connection(self.path)
+                final = empty_log(self._connection, self.path)
             self.refresh()
             found = self._connection.execute("SELECT chain FROM events WHERE seq = ?", (after.seq,)).fetchone()
         except (sqlite3.Error, StoreError) as second:
             raise self._refuse_from_now_on(error) from second
-        if not settled:
+        if not final:
             raise self._refuse_from_now_on(error)
         if found == (after.chain,):
             return self._replay.state
@@ -238,6 +243,11 @@ class Journal:
     def _roll_back(self) -> None:
         if self._connection.in_transaction:
             self._connection.execute("ROLLBACK")
+
+
+def _is_failed_write(error: sqlite3.Error) -> bool:
+    name = getattr(error, "sqlite_errorname", "")  # from Python 3.11 on; before, a full disk is told by its text alone
+    return name in ("SQLITE_FULL", "SQLITE_IOERR_WRITE") or "full" in str(error)
 
 
 def _begin_epoch(state: State) -> list[Event]:

@@ -124,8 +124,9 @@ class Rounds:
             if not waiting:
                 return receipts
             if not pause.wait():
-                reason = answers.silent.get(waiting[0], "still preparing")
-                late = Failure(waiting[0], "deadline", f"{reason} after {self._deadline_s:g} s")
+                rank = next((rank for rank in waiting if rank in answers.silent), waiting[0])
+                reason = answers.silent.get(rank, "still preparing")
+                late = Failure(rank, "deadline", f"{reason} after {self._deadline_s:g} s")
                 raise error_from(late, order["revision_id"], waiting=waiting)
 
     def _examine(self, rank: str, receipt: object, expected: Mapping[str, str | None]) -> dict[str, Any]:
