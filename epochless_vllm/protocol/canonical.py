@@ -46,7 +46,7 @@ def decode_canonical(payload: bytes, *, max_bytes: int = MAX_BYTES) -> Any:
             text,
             object_pairs_hook=_unique_pairs,
             parse_float=_refuse_number,
-            parse_constant=_refuse_number,
+            parse_constant=_refuse_constant,
             parse_int=_parse_integer,
         )
     except ValueError as error:
@@ -71,10 +71,16 @@ def _refuse_number(text: str) -> Any:
     raise _refusal("not_integer", f"{text[:20]} is not an integer")
 
 
+def _refuse_constant(text: str) -> Any:
+    raise _refusal("not_finite", f"{text} is not a number")
+
+
 def _parse_integer(text: str) -> int:
     # Length first: Python raises a foreign error beyond 4300 digits.
-    if len(text) > 17 or text == "-0":
-        raise _refusal("integer_range", "an integer beyond 2**53 - 1, or a negative zero")
+    if len(text) > 17:
+        raise _refusal("integer_digits", f"an integer of {len(text)} characters")
+    if text == "-0":
+        raise _refusal("integer_range", "a negative zero")
     return int(text)
 
 
