@@ -101,7 +101,7 @@ def inspect_adapter(path: Path | str, import_root: Path | str | None = None) -> 
 def inspect_source(source: AdapterSource) -> InspectedAdapter:
     """Return what an open adapter holds; its tensors file is left at the first byte of data."""
     document = _read_config(source)
-    tensors, data_begin = read_header(source.tensors.file.read, source.tensors.byte_size)
+    tensors, data_begin = read_header(source.tensors.read, source.tensors.byte_size)
     return inspect_parts(document, tensors, data_begin)
 
 
@@ -200,7 +200,7 @@ def check_base(adapter: InspectedAdapter, base: Mapping[str, tuple[int, int] | N
 def _read_config(source: AdapterSource) -> dict[str, Any]:
     if source.config.byte_size > MAX_BYTES:
         raise InspectError(f"{CONFIG_NAME}: more than {MAX_BYTES} bytes", reason="too_large", file=CONFIG_NAME)
-    return parse_document(source.config.file.read(MAX_BYTES + 1), subject=CONFIG_NAME)
+    return parse_document(source.config.read(MAX_BYTES + 1), subject=CONFIG_NAME)
 
 
 def _parse_name(name: str) -> tuple[str, str]:

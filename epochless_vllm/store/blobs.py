@@ -14,16 +14,15 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from epochless_vllm.durable import storage_error
 from epochless_vllm.errors import DigestMismatchError, InspectError, StoreError
 from epochless_vllm.protocol.digests import Digest, digest_from_bytes
 from epochless_vllm.protocol.manifest import Manifest, TensorEntry
 from epochless_vllm.store.finite import find_non_finite
+from epochless_vllm.store.incoming import storage_errors
 from epochless_vllm.store.safetensors import ITEM_BYTES, TensorRecord, encode_header, lay_out
 
 CHUNK_BYTES = 1 << 20  # copying is fastest while a chunk stays in the second-level cache
 HUGE_PAGE_BYTES = 2 << 20
-_OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 ReadInto = Callable[[memoryview], int]
 """Fills the front of a buffer with the next bytes of a source and returns their count; 0 at its end."""
@@ -40,7 +39,7 @@ def copy_tensors(read_into: ReadInto, records: Sequence[TensorRecord], target: i
         target: an empty file open for writing.
 
     Raises:
-        InspectError: the source ends early, goes on, cannot be read, or holds a value that is not finite.
+        InspectError: the source ends early, goes on, or holds a value that is not finite.
         StoreError: the file cannot be written.
     """
     layout = lay_out([(record.name, record.dtype, record.shape) for record in records])
@@ -52,7 +51,7 @@ def copy_tensors(read_into: ReadInto, records: Sequence[TensorRecord], target: i
     for record in records:
         sha256 = _copy_one(read_into, record, buffer, target, begins[record.name])
         entries.append(TensorEntry(record.name, record.dtype, record.shape, record.byte_length, sha256))
-    if _read(read_into, buffer[:1]):
+    if read_into(buffer[:1]):
         raise InspectError("safetensors: bytes after the last tensor; write the file again", reason="trailing_bytes")
     return entries
 
@@ -63,10 +62,8 @@ def create_file(path: Path) -> io.FileIO:
     Raises:
         StoreError: it cannot be made.
     """
-    try:
+    with storage_errors(path, "create"):
         return io.FileIO(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o400), "wb")
-    except OSError as error:
-        raise storage_error(error, path, "create") from error
 
 
 def read_tensors(path: Path, manifest: Manifest) -> tuple[mmap.mmap, dict[str, memoryview]]:
@@ -81,9 +78,8 @@ def read_tensors(path: Path, manifest: Manifest) -> tuple[mmap.mmap, dict[str, m
     header = encode_header(layout)
     size = len(header) + layout[-1].end
     try:
-        descriptor = os.open(path, _OPEN)
-        with open(descriptor, "rb", buffering=0) as file:
-            actual_size = os.fstat(descriptor).st_size
+        with io.FileIO(str(path), "rb", opener=_open_strictly) as file:
+            actual_size = os.fstat(file.fileno()).st_size
             if actual_size != size:
                 raise _mismatch(path, f"{size} bytes", f"{actual_size} bytes")
             if file.read(len(header)) != header:
@@ -98,6 +94,10 @@ def read_tensors(path: Path, manifest: Manifest) -> tuple[mmap.mmap, dict[str, m
     except OSError as error:
         raise StoreError(f"{path}: cannot read: {error.strerror}; add the adapter again", path=str(path)) from error
     return memory, tensors
+
+
+def _open_strictly(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def _allocate(byte_length: int) -> mmap.mmap:
@@ -131,29 +131,20 @@ def _copy_one(read_into: ReadInto, record: TensorRecord, buffer: memoryview, tar
     return digest_from_bytes(hasher.digest())
 
 
-def _read(read_into: ReadInto, view: memoryview) -> int:
-    try:
-        return read_into(view)
-    except OSError as error:
-        raise InspectError(f"safetensors: cannot be read: {error.strerror}", reason="unreadable") from error
-
-
 def _fill(read_into: ReadInto, view: memoryview, name: str) -> None:
     filled = 0
     while filled < len(view):
-        count = _read(read_into, view[filled:])
+        count = read_into(view[filled:])
         if not count:
             raise InspectError(f"safetensors: ends inside tensor {name[:200]}", reason="truncated", tensor=name[:200])
         filled += count
 
 
 def _write(target: io.FileIO, view: memoryview, offset: int) -> None:
-    try:
+    with storage_errors(Path(str(target.name)), "write"):
         while view:
             count = os.pwrite(target.fileno(), view, offset)
             view, offset = view[count:], offset + count
-    except OSError as error:
-        raise storage_error(error, str(target.name), "write") from error
 
 
 def _read_hashed(read_into: Callable[[memoryview], int | None], view: memoryview) -> Digest:

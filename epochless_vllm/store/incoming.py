@@ -6,11 +6,11 @@ Knows nothing of what the entries are.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from epochless_vllm.durable import FileLock, rename_durable, storage_error
@@ -23,7 +23,7 @@ class Incoming:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    @contextmanager
+    @contextlib.contextmanager
     def staging(self) -> Iterator[Path]:
         """Yield a new empty directory (mode 0700), removed at the end of the block unless it was renamed away.
 
@@ -31,10 +31,8 @@ class Incoming:
             StoreError: it cannot be made.
         """
         with self._owned() as directory:
-            try:
+            with storage_errors(directory, "make the directory"):
                 directory.mkdir(mode=0o700)
-            except OSError as error:
-                raise storage_error(error, directory, "make the directory") from error
             yield directory
 
     def remove(self, directory: Path) -> None:
@@ -55,24 +53,21 @@ class Incoming:
         removed = []
         for name in sorted({entry.removesuffix(".lock") for entry in self.names()}):
             try:
-                lock = FileLock(self.path / f"{name}.lock", purpose="collecting leftovers")
+                with storage_errors(self.path, "collect leftovers"):
+                    lock = FileLock(self.path / f"{name}.lock", purpose="collecting leftovers")
             except StoreLockedError:  # its writer lives
                 continue
-            except OSError as error:
-                raise storage_error(error, self.path, "collect leftovers") from error
             self._discard(self.path / name)
             lock.release()
             removed.append(name)
         return tuple(removed)
 
-    @contextmanager
+    @contextlib.contextmanager
     def _owned(self) -> Iterator[Path]:
         """Yield a fresh path that this process owns for the block; whatever is there at its end is removed."""
         path = self.path / f"{os.getpid()}-{secrets.token_hex(8)}"
-        try:
+        with storage_errors(path, "lock"):
             lock = FileLock(f"{path}.lock", purpose="writing a revision")
-        except OSError as error:
-            raise storage_error(error, path, "lock") from error
         try:
             yield path
         finally:
@@ -80,11 +75,22 @@ class Incoming:
             lock.release()
 
     def _discard(self, path: Path) -> None:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-        Path(f"{path}.lock").unlink(missing_ok=True)
+        # What cannot be removed now is a leftover, removed at the next start.
+        with contextlib.suppress(OSError):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+            Path(f"{path}.lock").unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def storage_errors(path: Path, action: str) -> Iterator[None]:
+    """Turn operating-system errors of the block into StoreError, or StorageFullError."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(error, path, action) from error
 
 
 def list_names(directory: Path) -> tuple[str, ...]:
@@ -93,7 +99,5 @@ def list_names(directory: Path) -> tuple[str, ...]:
     Raises:
         StoreError: it cannot be read.
     """
-    try:
+    with storage_errors(directory, "list"):
         return tuple(sorted(os.listdir(directory)))
-    except OSError as error:
-        raise storage_error(error, directory, "list") from error

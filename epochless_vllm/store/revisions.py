@@ -33,7 +33,7 @@ from epochless_vllm.store import adapters
 from epochless_vllm.store.adapters import InspectedAdapter, config_of
 from epochless_vllm.store.blobs import ReadInto, copy_tensors, create_file, read_tensors
 from epochless_vllm.store.documents import MAX_BYTES, parse_document
-from epochless_vllm.store.incoming import Incoming, list_names
+from epochless_vllm.store.incoming import Incoming, list_names, storage_errors
 from epochless_vllm.store.lora_config import AdapterConfig
 from epochless_vllm.store.safetensors import read_header
 from epochless_vllm.store.sources import CONFIG_NAME, TENSORS_NAME, open_adapter_directory
@@ -121,10 +121,8 @@ class RevisionStore:
         self._max_adapter_bytes = max_adapter_bytes
         self._base_modules = base_modules
         for directory in (self.root, self._revisions, self._incoming.path):
-            try:
+            with storage_errors(directory, "make the directory"):
                 directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            except OSError as error:
-                raise storage_error(error, directory, "make the directory") from error
         fsync_directory(self.root)
 
     # Writing
@@ -144,7 +142,7 @@ class RevisionStore:
                 source.config.check_unchanged()
                 source.tensors.check_unchanged()
 
-            return self._ingest(adapter, source.tensors.file.readinto, check_unchanged)
+            return self._ingest(adapter, source.tensors.read_into, check_unchanged)
 
     def ingest_files(self, files: Mapping[str, Upload]) -> Ingested:
         """Inspect adapter_config.json and adapter_model.safetensors given as streams and copy them in.
@@ -171,8 +169,9 @@ class RevisionStore:
         present = self.list()
         for revision_id in present:
             directory = self._directory(revision_id)
-            if revision_id in keep or directory.stat().st_mtime > horizon:
-                continue
+            with storage_errors(directory, "collect"):
+                if revision_id in keep or directory.stat().st_mtime > horizon:
+                    continue
             freed += self.byte_size(revision_id)
             self._incoming.remove(directory)
             removed.append(revision_id)
@@ -191,7 +190,8 @@ class RevisionStore:
     def byte_size(self, revision_id: RevisionId) -> int:
         """Return the bytes a revision's files take."""
         directory = self._directory(revision_id)
-        return sum((directory / name).lstat().st_size for name in list_names(directory))
+        with storage_errors(directory, "measure"):
+            return sum((directory / name).lstat().st_size for name in list_names(directory))
 
     def manifest(self, revision_id: RevisionId) -> Manifest:
         """Return the manifest of a revision.
@@ -258,7 +258,7 @@ class RevisionStore:
                 (MANIFEST_NAME, manifest.encode()),
                 (CONFIG_NAME, _config_bytes(adapter.config)),
             ):
-                with create_file(directory / name) as file:
+                with create_file(directory / name) as file, storage_errors(directory / name, "write"):
                     file.write(payload)
                     fsync_file(file)
             fsync_directory(directory)
@@ -273,7 +273,8 @@ class RevisionStore:
                 need=byte_length,
                 have=self._max_adapter_bytes,
             )
-        disk = os.statvfs(self._incoming.path)
+        with storage_errors(self.root, "ask for free space"):
+            disk = os.statvfs(self._incoming.path)
         free = disk.f_bavail * disk.f_frsize - RESERVED_BYTES
         if byte_length > free:
             raise StorageFullError(
@@ -286,7 +287,8 @@ class RevisionStore:
         target = self._directory(revision_id)
         if target.exists():
             if self._is_sound(revision_id):
-                os.utime(target)  # collect counts age from the last ingest
+                with storage_errors(target, "mark as used"):
+                    os.utime(target)  # collect counts age from the last ingest
                 return False
             self._incoming.remove(target)
         crash_point("ingest.rename")

@@ -20,6 +20,7 @@ from epochless_vllm.errors import AdapterNotFoundError, InspectError, PathRefuse
 
 CONFIG_NAME = "adapter_config.json"
 TENSORS_NAME = "adapter_model.safetensors"
+MAX_PATH_LENGTH = 4096  # PATH_MAX
 MAX_ENTRIES = 10_000  # an adapter directory holds a dozen files
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NONBLOCK
@@ -38,6 +39,16 @@ class SourceFile:
     @property
     def byte_size(self) -> int:
         return self.opened.st_size
+
+    def read(self, count: int) -> bytes:
+        """Return up to ``count`` next bytes, empty at the end."""
+        with _reported(self.name):
+            return self.file.read(count)
+
+    def read_into(self, view: memoryview) -> int:
+        """Fill the front of ``view`` with the next bytes and return the count, 0 at the end."""
+        with _reported(self.name):
+            return self.file.readinto(view)
 
     def check_unchanged(self) -> None:
         """Check that nobody wrote to the file since it was opened.
@@ -87,6 +98,14 @@ def open_adapter_directory(path: Path | str, import_root: Path | str | None = No
         os.close(descriptor)
 
 
+@contextmanager
+def _reported(name: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InspectError(f"{name}: cannot be read: {error.strerror}", reason="unreadable", file=name) from error
+
+
 def _version_of(status: os.stat_result) -> tuple[int, int, int]:
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
@@ -98,23 +117,32 @@ def _refusal(path: Path | str, detail: str) -> PathRefusedError:
 
 def _open_directory(path: Path | str, import_root: Path | str | None) -> int:
     text = os.fspath(path)
-    if not text or "\0" in text:
-        raise _refusal(path, "not a path; name a local directory")
+    if not text or "\0" in text or len(text) > MAX_PATH_LENGTH:
+        raise _refusal(path, "not a path of this system; name a local directory")
     if ".." in text.split("/"):
         raise _refusal(path, "'..' is not allowed; name the directory itself")
     try:
         if import_root is None:
             return os.open(text, _DIRECTORY)
-        root = os.path.realpath(import_root)
-        real = os.path.realpath(os.path.join(root, text))
-        if os.path.commonpath([root, real]) != root:
-            # Said alike whether or not it exists: the answer must not map the disk.
-            raise _refusal(path, "outside the import root; copy the adapter into it")
-        return _walk(root, os.path.relpath(real, root))
+        return _walk(*_confine(text, import_root))
     except UnicodeEncodeError:
         raise _refusal(path, "not a path of this system; name a local directory") from None
     except OSError as error:
         raise _path_error(path, error) from error
+
+
+def _confine(text: str, import_root: Path | str) -> tuple[str, str]:
+    """Return the root and the path below it, links resolved."""
+    root = os.path.realpath(import_root)
+    try:
+        real = os.path.realpath(os.path.join(root, text))
+        inside = os.path.commonpath([root, real]) == root
+    except OSError:  # a link that may not be read
+        inside = False
+    if not inside:
+        # Said alike whether or not it exists: the answer must not map the disk.
+        raise _refusal(text, "outside the import root; copy the adapter into it")
+    return root, os.path.relpath(real, root)
 
 
 def _path_error(path: Path | str, error: OSError) -> AdapterNotFoundError | PathRefusedError:
@@ -148,11 +176,14 @@ def _walk(root: str, relative: str) -> int:
 
 def _list_names(descriptor: int, path: Path | str) -> list[str]:
     names: list[str] = []
-    with os.scandir(descriptor) as entries:
-        for entry in entries:
-            names.append(entry.name)
-            if len(names) > MAX_ENTRIES:
-                raise _refusal(path, f"more than {MAX_ENTRIES} files; give the adapter a directory of its own")
+    try:
+        with os.scandir(descriptor) as entries:
+            for entry in entries:
+                names.append(entry.name)
+                if len(names) > MAX_ENTRIES:
+                    raise _refusal(path, f"more than {MAX_ENTRIES} files; give the adapter a directory of its own")
+    except OSError as error:
+        raise _path_error(path, error) from error
     return names
 
 
@@ -176,10 +207,11 @@ def _open_regular(directory: int, name: str, names: list[str], path: Path | str)
         descriptor = os.open(name, _FILE, dir_fd=directory)
     except OSError as error:
         raise _path_error(f"{path}/{name}", error) from error
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise _refusal(path, f"{name} is not a regular file")
     with io.FileIO(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise _refusal(path, f"{name} is not a regular file")
         yield SourceFile(name, file, status)
 
 

@@ -46,7 +46,10 @@ class UploadReader:
 
     def _refill(self) -> None:
         while not self._rest:
-            piece = next(self._pieces, None)
+            try:
+                piece = next(self._pieces, None)
+            except OSError as error:
+                raise InspectError(f"upload: cannot be read: {error}; send it again", reason="unreadable") from error
             if piece is None:
                 return
             self._rest = memoryview(piece)
