@@ -77,7 +77,10 @@ class RevisionGate:
 
 def count_scheduled(core: Any, lora_int_id: int) -> int:
     """Return the requests the scheduler holds on an adapter: waiting, running, preempted or paused."""
-    requests = core.scheduler.requests.values()
+    scheduler = getattr(core, "scheduler", None)
+    if scheduler is None:  # during recovery the engine has no scheduler, and so no request
+        return 0
+    requests = scheduler.requests.values()
     return sum(1 for r in requests if r.lora_request is not None and r.lora_request.lora_int_id == lora_int_id)
 
 
@@ -92,14 +95,14 @@ def epochless_call(self: Any, message: dict[str, Any]) -> list[dict[str, Any]]:
         forget_verified(self, message["lora_int_id"])
     replies: list[dict[str, Any]] = self.collective_rpc("epochless_call", args=(message,))
     if message["kind"] in ("abort", "retire") or all(reply.get("done") for reply in replies):
-        refresh_gate(self, message["epoch"])
+        refresh_gate(self)
     return replies
 
 
-def refresh_gate(core: Any, epoch: int) -> None:
+def refresh_gate(core: Any) -> None:
     """Open the gate for exactly the adapters that every rank of this engine holds."""
-    replies = core.collective_rpc("epochless_call", args=({"kind": "status", "epoch": epoch},))
-    held = [{int(i): str(r) for i, r in reply.get("held", {}).items()} for reply in replies]
+    replies = core.collective_rpc("epochless_call", args=({"kind": "status"},))
+    held = [{item["lora_int_id"]: item["revision_id"] for item in reply.get("held", [])} for reply in replies]
     common = {i: r for i, r in held[0].items() if all(other.get(i) == r for other in held)}
     getattr(core, GATE).set_held(common)
 

@@ -22,11 +22,6 @@ EPOCH_VARIABLE = "EPOCHLESS_DEPLOYMENT"
 _locks: dict[str, FileLock] = {}
 
 
-def current_epoch() -> int:
-    """Return the epoch of the deployment this process belongs to."""
-    return int(os.environ[EPOCH_VARIABLE].partition(":")[2])
-
-
 def wrap_engine_args() -> None:
     """Wrap ``EngineArgs.create_engine_config``.
 
@@ -119,14 +114,10 @@ def begin_deployment(config: Any, options: Options) -> None:
 
 
 def _begin_epoch(store: Path) -> int:
-    from epochless_vllm.protocol.publication import Retired, Status
     from epochless_vllm.publication.journal import Journal
 
     journal = Journal(store / "journal.sqlite")
-    epoch = journal.begin_epoch()
-    # No request survives its server: what was draining has drained.
-    for (policy, revision_id), status in list(journal.state.bindings.items()):
-        if status is Status.DRAINING:
-            journal.append(Retired(policy, revision_id))
-    journal.close()
-    return epoch
+    try:
+        return journal.begin_epoch()
+    finally:
+        journal.close()

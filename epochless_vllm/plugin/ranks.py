@@ -105,7 +105,7 @@ class EngineRanks:
                     reason = f"{type(result).__name__}: {result}"
                     replies[name] = {"ok": False, "rank": name, "code": "engine_failed", "reason": reason}
                 elif rank < len(result):
-                    replies[name] = {**result[rank], "rank": name}
+                    replies[name] = _checked(result[rank], name)
         return replies
 
     def holders(self, lora_int_id: int) -> int:
@@ -129,3 +129,11 @@ class EngineRanks:
         """
         self._expect(revision_id)
         return self._expected.pop(revision_id).result()
+
+
+def _checked(reply: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a reply, or a failure where another rank's reply stands in its place: the executor is out of step."""
+    if reply.get("rank", name) != name:
+        reason = f"the executor delivered the reply of {reply['rank']}; restart the server"
+        return {"ok": False, "rank": name, "code": "out_of_step", "reason": reason}
+    return {**reply, "rank": name}

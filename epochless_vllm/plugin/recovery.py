@@ -16,7 +16,6 @@ from epochless_vllm.errors import SeamError
 from epochless_vllm.plugin.activation import guard_executor
 from epochless_vllm.plugin.block_keys import set_base_digest
 from epochless_vllm.plugin.core import GATE, RevisionGate, refresh_gate
-from epochless_vllm.plugin.deployment import current_epoch
 from epochless_vllm.plugin.logs import logger
 from epochless_vllm.plugin.options import Options, options_of
 from epochless_vllm.plugin.ranks import CoreTransport, EngineRanks
@@ -25,6 +24,7 @@ from epochless_vllm.publication.journal import Journal
 from epochless_vllm.store.revisions import RevisionStore
 
 COORDINATOR = "_epochless_coordinator"
+JOURNAL = "_epochless_journal"
 
 
 def install() -> None:
@@ -68,18 +68,19 @@ def prepare_core(core: Any, vllm_config: Any, options: Options) -> None:
     capacity = vllm_config.lora_config.max_cpu_loras
     coordinator = Coordinator(store, journal, ranks, keep=options.keep, capacity=capacity)
     setattr(core, COORDINATOR, coordinator)
+    setattr(core, JOURNAL, journal)
     began = time.monotonic()
-    count = len(journal.refresh().adapters)
-    coordinator.recover()
-    refresh_gate(core, current_epoch())
-    if count:
-        logger.info("brought back %d revisions in %.2f s", count, time.monotonic() - began)
+    recovered = coordinator.recover()
+    refresh_gate(core)
+    for revision_id, (rank, reason) in recovered.quarantined.items():
+        logger.error("%s is quarantined by %s: %s", revision_id, rank, reason)
+    if recovered.prepared:
+        logger.info("brought back %d revisions in %.2f s", len(recovered.prepared), time.monotonic() - began)
 
 
 def quarantine_revision(core: Any, lora_int_id: int, rank: str, reason: str) -> None:
     """Journal that a rank failed to activate an adapter, so that every front end answers 503 for it."""
-    coordinator = getattr(core, COORDINATOR)
-    for revision_id, held in coordinator.state().adapters.items():
+    for revision_id, held in getattr(core, JOURNAL).refresh().adapters.items():
         if held == lora_int_id:
-            coordinator.quarantine(revision_id, rank, reason)
+            getattr(core, COORDINATOR).quarantine(revision_id, rank, reason)
             return

@@ -47,17 +47,13 @@ def check_patch() -> None:
     Raises:
         SeamError: a touched file is not the pinned postimage; says how to apply the patch.
     """
-    from pathlib import Path
+    from epochless_vllm.patch.installation import patch_status
+    from epochless_vllm.patch.tree import find_installed_tree
 
-    import vllm
-
-    from epochless_vllm.patch.installation import read_status
-
-    site_packages = Path(vllm.__file__).parent.parent
-    status = read_status(site_packages)
+    status = patch_status(find_installed_tree())
     if status.state != "patched":
         raise SeamError(
-            f"vLLM in {site_packages} is {status.state}; run: epochless patch apply",
-            target=str(site_packages),
+            f"vLLM in {status.root} is {status.state}: {status.reason}; run: epochless patch apply",
+            target=str(status.root),
             state=status.state,
         )

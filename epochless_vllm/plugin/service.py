@@ -159,7 +159,7 @@ class PublicationService:
             UnknownRevisionError, RetiredRevisionError, HeadRetirementError, StorageFullError.
         """
         state = self.journal.refresh()
-        if any(policy == model for policy, _ in state.bindings):
+        if state.publications.knows(model):
             return self.coordinator.retire(model, None)
         publication = resolve_model(state, model)
         if publication is None:
@@ -177,7 +177,7 @@ class PublicationService:
             UnknownRevisionError: no such policy.
         """
         state = self.view.current()
-        names = sorted({name for name, _ in state.bindings})
+        names = sorted({publication.policy for publication in state.publications.values()})
         if policy is not None and policy not in names:
             raise UnknownRevisionError(f"policy {policy}: does not exist; GET /v1/policies lists them", policy=policy)
         described = [self._describe_policy(state, name) for name in names if policy in (None, name)]
@@ -190,7 +190,7 @@ class PublicationService:
             if publication.policy != policy:
                 continue
             held = state.is_held(publication)
-            status = state.bindings[(policy, publication.revision_id)] if held else Status.RETIRED
+            status = (state.status(policy, publication.revision_id) if held else None) or Status.RETIRED
             item = {
                 "revision_id": publication.revision_id,
                 "step": publication.step,
@@ -202,7 +202,7 @@ class PublicationService:
             if status is Status.QUARANTINED and publication.revision_id in state.quarantine:
                 item["rank"], item["reason"] = state.quarantine[publication.revision_id]
             revisions.append(item)
-        return {"policy": policy, "head": revisions[0]["revision_id"] if head else None, "revisions": revisions}
+        return {"policy": policy, "head": head.revision_id if head else None, "revisions": revisions}
 
 
 def start_service(vllm_config: Any, transport: Transport, base_names: frozenset[str]) -> PublicationService:

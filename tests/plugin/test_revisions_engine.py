@@ -14,7 +14,7 @@ from epochless_vllm.errors import (
     EpochlessError,
     HeadRetirementError,
     InvalidRequestError,
-    RefusedAdapterError,
+    RankRefusalError,
     RetiredRevisionError,
     StepConflictError,
 )
@@ -165,7 +165,7 @@ def test_failed_publish_leaves_old_revisions_as_they_were(
     a = publish(adapters["A"])
     before = generate(llm, PROMPT, a, salt="failed")
     wide = make_adapter(root / "wide", seed=7, intermediate_size=640)
-    with pytest.raises(RefusedAdapterError, match=r"down_proj|gate_proj"):
+    with pytest.raises(RankRefusalError, match=r"down_proj|gate_proj"):
         publish(wide)
     again = generate(llm, PROMPT, resolve(llm, policy), salt="failed")
     assert (tokens_of(again), logprob_of(again)) == (tokens_of(before), pytest.approx(logprob_of(before), abs=1e-5))
@@ -257,7 +257,7 @@ def test_a_hundred_bad_publishes_disturb_no_running_request(
         for _ in range(5):
             try:
                 publish(bad)
-            except RefusedAdapterError as error:
+            except RankRefusalError as error:
                 refused.append(error)
 
     request_id = start(llm, PROMPT, a, 40, salt="hundred")

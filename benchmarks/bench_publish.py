@@ -1,0 +1,253 @@
+"""What publishing costs the streams beside it, and how long until a publication is visible. One run, against stock.
+
+Sixteen greedy streams decode on one revision of a 125M-parameter model, engine threads on one core, in windows with and
+without one publication a second. ``stock`` does the same with vLLM's own ``add_lora`` under fresh names and ids, the
+best it offers. Run: ``python benchmarks/bench_publish.py``; writes benchmarks/results/publish.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from engines import BUILD, RANK, adapter, model_125m, quantile, run_variant
+
+STREAMS = 16
+WINDOW_S = 12.0
+WINDOWS = 3  # of each kind, alternating
+LARGE_RANK = 96  # about 64 MB on the 125M model in float32
+
+
+def engine_arguments(store: str | None) -> Any:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    arguments: dict[str, Any] = {
+        "model": str(model_125m()),
+        "dtype": "float32",
+        "enforce_eager": True,
+        "enable_lora": True,
+        "max_lora_rank": 128,
+        "max_loras": 4,
+        "max_cpu_loras": 8,
+        "max_model_len": 4096,
+        "max_num_seqs": 2 * STREAMS,
+        "async_scheduling": False,
+        "disable_log_stats": True,
+    }
+    if store is not None:
+        arguments["additional_config"] = {"epochless": {"store": store, "keep": 4}}
+    return AsyncEngineArgs(**arguments)
+
+
+class Publisher:
+    """Publishes in the variant's own way; ``publish`` returns the seconds until the result is visible."""
+
+    def __init__(self, engine: Any, store: str | None) -> None:
+        self.engine = engine
+        self.count = 0
+        self.service: Any = None
+        if store is not None:
+            from epochless_vllm.plugin.ranks import AsyncTransport
+            from epochless_vllm.plugin.service import start_service
+
+            transport = AsyncTransport(engine.engine_core, asyncio.get_running_loop())
+            self.service = start_service(engine.vllm_config, transport, frozenset())
+
+    async def publish(self, path: Path, policy: str = "policy") -> tuple[float, Any]:
+        from vllm.lora.request import LoRARequest
+
+        self.count += 1
+        began = time.perf_counter()
+        if self.service is None:
+            request = LoRARequest(f"{policy}-{self.count}", self.count, str(path))
+            await self.engine.add_lora(request)
+            return time.perf_counter() - began, request
+        await asyncio.to_thread(self.service.publish_directory, str(path), policy, None)
+        publication = self.service.resolve(policy)
+        taken = time.perf_counter() - began
+        return taken, self.service.lora_request(publication)
+
+    async def pump(self) -> None:
+        if self.service is not None:
+            await asyncio.to_thread(self.service.pump)
+
+
+async def stream(engine: Any, lora: Any, name: str, arrivals: list[float]) -> None:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    parameters = SamplingParams(
+        temperature=0, max_tokens=3500, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
+    )
+    prompt = {"prompt_token_ids": [1 + (ord(c) % 250) for c in name * 8][:48]}
+    async for _ in engine.generate(prompt, parameters, name, lora_request=lora):
+        arrivals.append(time.perf_counter())
+
+
+async def measure(store: str | None) -> dict[str, Any]:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    engine = AsyncLLM.from_engine_args(engine_arguments(store))
+    publisher = Publisher(engine, store)
+    adapters = [adapter(seed) for seed in range(1, 40)]
+    try:
+        _, lora = await publisher.publish(adapters[0], "pinned")
+        idle_publish = [(await publisher.publish(adapters[1 + i]))[0] for i in range(5)]
+        await publisher.pump()
+        large = [(await publisher.publish(adapter(100 + i, rank=LARGE_RANK), "large"))[0] for i in range(5)]
+        await publisher.pump()
+        arrivals: list[list[float]] = [[] for _ in range(STREAMS)]
+        tasks = [asyncio.create_task(stream(engine, lora, f"s{i}", arrivals[i])) for i in range(STREAMS)]
+        while min(len(a) for a in arrivals) < 8:
+            await asyncio.sleep(0.05)
+        windows: dict[str, list[tuple[float, float]]] = {"idle": [], "publishing": []}
+        busy_publish: list[float] = []
+        following = iter(adapters[6:])
+        for _ in range(WINDOWS):
+            for kind in ("idle", "publishing"):
+                began = time.perf_counter()
+                while time.perf_counter() - began < WINDOW_S:
+                    tick = time.perf_counter()
+                    if kind == "publishing":
+                        busy_publish.append((await publisher.publish(next(following, adapters[6])))[0])
+                        await publisher.pump()
+                    await asyncio.sleep(max(0.0, 1.0 - (time.perf_counter() - tick)))
+                windows[kind].append((began, time.perf_counter()))
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        result = {kind: summarise(arrivals, spans) for kind, spans in windows.items()}
+        result["publish_ms"] = {
+            "idle": milliseconds(idle_publish),
+            "under_load": milliseconds(busy_publish),
+            "large": milliseconds(large),
+        }
+        if publisher.service is not None:
+            result["micro"] = microseconds(publisher.service)
+            result["parts_ms"] = {"small": parts(adapters[2]), "large": parts(adapter(100, rank=LARGE_RANK))}
+        return result
+    finally:
+        engine.shutdown()
+
+
+def summarise(arrivals: list[list[float]], spans: list[tuple[float, float]]) -> dict[str, float]:
+    gaps = [
+        b - a
+        for times in arrivals
+        for a, b in itertools.pairwise(times)
+        if any(begin <= a and b <= end for begin, end in spans)
+    ]
+    seconds = sum(end - begin for begin, end in spans)
+    return {
+        "gaps": len(gaps),
+        "p50_ms": 1000 * quantile(gaps, 0.5),
+        "p99_ms": 1000 * quantile(gaps, 0.99),
+        "max_ms": 1000 * max(gaps),
+        "tokens_per_s": len(gaps) / seconds,
+    }
+
+
+def milliseconds(values: list[float]) -> dict[str, float]:
+    return {"median": 1000 * statistics.median(values), "min": 1000 * min(values), "max": 1000 * max(values)}
+
+
+def microseconds(service: Any) -> dict[str, float]:
+    from types import SimpleNamespace
+
+    from epochless_vllm.plugin import block_keys
+
+    def timed(action: Any, count: int = 20000) -> float:
+        rounds = []
+        for _ in range(5):
+            began = time.perf_counter()
+            for _ in range(count):
+                action()
+            rounds.append((time.perf_counter() - began) / count)
+        return 1e6 * min(rounds)
+
+    block_keys.set_base_digest(service.base_digest)
+    publication = service.resolve("policy")
+    request = SimpleNamespace(lora_request=service.lora_request(publication))
+    return {
+        "admission_us": timed(lambda: service.lora_request(service.resolve("policy"))),
+        "admission_constrained_us": timed(lambda: service.resolve("policy", {"min_version": 1})),
+        "block_key_us": timed(lambda: block_keys.generate_revision_extra_keys(request)),
+    }
+
+
+def parts(path: Path) -> dict[str, float]:
+    """Time what any durable publication must do with these bytes: one copy, two hashes, the fsyncs."""
+    source = path / "adapter_model.safetensors"
+    target = BUILD / "parts.tmp"
+    results: dict[str, list[float]] = {"copy": [], "two_hashes": [], "fsyncs": []}
+    for _ in range(5):
+        began = time.perf_counter()
+        shutil.copyfile(source, target)
+        copied = time.perf_counter()
+        with target.open("rb+") as file:
+            os.fsync(file.fileno())
+        directory = os.open(BUILD, os.O_RDONLY)
+        os.fsync(directory)
+        os.close(directory)
+        synced = time.perf_counter()
+        data = source.read_bytes()
+        read = time.perf_counter()
+        hashlib.sha256(data).digest()
+        hashlib.sha256(data).digest()
+        results["two_hashes"].append(time.perf_counter() - read)
+        results["copy"].append(copied - began)
+        results["fsyncs"].append(synced - copied)
+    target.unlink()
+    return {name: 1000 * statistics.median(values) for name, values in results.items()}
+
+
+def compare(stock: dict[str, Any], ours: dict[str, Any]) -> dict[str, float]:
+    def bound(kind: str, size: str) -> float:
+        return float(1.5 * (stock["publish_ms"][kind]["median"] + sum(ours["parts_ms"][size].values())))
+
+    ratios = {
+        "p99_publishing_over_idle": ours["publishing"]["p99_ms"] / ours["idle"]["p99_ms"],
+        "p50_publishing_over_idle": ours["publishing"]["p50_ms"] / ours["idle"]["p50_ms"],
+        "throughput_publishing_over_idle": ours["publishing"]["tokens_per_s"] / ours["idle"]["tokens_per_s"],
+        "stock_p99_publishing_over_idle": stock["publishing"]["p99_ms"] / stock["idle"]["p99_ms"],
+        "stock_throughput_publishing_over_idle": stock["publishing"]["tokens_per_s"] / stock["idle"]["tokens_per_s"],
+        "throughput_over_stock_idle": ours["idle"]["tokens_per_s"] / stock["idle"]["tokens_per_s"],
+        "visible_over_bound": ours["publish_ms"]["idle"]["median"] / bound("idle", "small"),
+        "visible_large_over_bound": ours["publish_ms"]["large"]["median"] / bound("large", "large"),
+    }
+    return {name: round(value, 3) for name, value in ratios.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--variant", choices=("stock", "epochless"))
+    arguments = parser.parse_args()
+    if arguments.variant:
+        store = None
+        if arguments.variant == "epochless":
+            store = str(BUILD / "store")
+            shutil.rmtree(store, ignore_errors=True)
+        print(json.dumps(asyncio.run(measure(store))))
+        return
+    for seed in range(1, 40):
+        adapter(seed)
+    stock = run_variant(Path(__file__), "stock", [], stock=True)
+    ours = run_variant(Path(__file__), "epochless", [], stock=False)
+    report = {"rank": RANK, "streams": STREAMS, "ratios": compare(stock, ours), "stock": stock, "epochless": ours}
+    results = Path(__file__).parent / "results"
+    results.mkdir(exist_ok=True)
+    (results / "publish.json").write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()
