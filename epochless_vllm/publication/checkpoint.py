@@ -8,29 +8,40 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+import time
 from pathlib import Path
 
-from epochless_vllm.durable import fsync_file
+from epochless_vllm.durable import fsync_file, storage_error
 from epochless_vllm.errors import StoreError
-from epochless_vllm.publication.rows import open_connection
+from epochless_vllm.publication.rows import READ_ERRORS, open_connection
+
+RETRY_S = 0.02
+PATIENCE_S = 1.0  # a process that reads for longer keeps the log; the next decision tries again
+WAIT_S = 0.05  # while it waits for readers, a copy keeps writers out
 
 
-def empty_log(connection: sqlite3.Connection, path: Path) -> bool:
+def empty_log(connection: sqlite3.Connection, path: Path, *, patience_s: float) -> bool:
     """Move everything the log holds into the main file, durably, and cut the log to nothing.
 
-    Returns False when a reader or writer of another connection was in the way.
+    Returns False when a reader, a writer or another copy was in the way all the time.
 
     Raises:
         sqlite3.Error, StoreError: the disk refused; what was committed stays committed.
     """
-    (busy, _, _) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-    if busy:
-        return False
-    log_path = Path(f"{path}-wal")
-    if log_path.exists():
-        # SQLite does not sync the cut; a power failure could bring back frames of a commit that failed.
-        with log_path.open("rb+") as log:
+    end = time.monotonic() + patience_s
+    while connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
+        if time.monotonic() > end:
+            return False
+        time.sleep(RETRY_S)  # SQLite itself does not wait for another copy to end
+    # SQLite does not sync the cut; a power failure could bring back frames of a commit that failed.
+    log_path = f"{path}-wal"
+    try:
+        with open(log_path, "rb+") as log:
             fsync_file(log)
+    except FileNotFoundError:  # the last connection to close takes the log with it
+        return True
+    except OSError as error:
+        raise storage_error(error, log_path, "sync") from error
     return True
 
 
@@ -62,10 +73,10 @@ class Checkpointer:
             self._wanted.wait()
             self._wanted.clear()
             try:
-                connection = open_connection(self._path)
+                connection = open_connection(self._path, busy_s=WAIT_S)
                 try:
-                    empty_log(connection, self._path)
+                    empty_log(connection, self._path, patience_s=PATIENCE_S)
                 finally:
                     connection.close()
-            except (sqlite3.Error, StoreError):  # the commits stand; the next request tries again
+            except (*READ_ERRORS, StoreError):  # the commits stand; the next request tries again
                 continue

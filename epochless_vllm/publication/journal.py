@@ -19,6 +19,8 @@ from epochless_vllm.protocol.canonical import decode_canonical, encode_canonical
 from epochless_vllm.protocol.publication import Aborted, Committed, EpochBegan, Event, Retired, State
 from epochless_vllm.publication.checkpoint import Checkpointer, empty_log
 from epochless_vllm.publication.rows import (
+    BUSY_S,
+    READ_ERRORS,
     Replay,
     create_journal,
     failure_from,
@@ -75,7 +77,7 @@ class Journal:
             try:
                 with read_transaction(self._connection):
                     self._replay = self._replay.read_new(self._connection, self.path)
-            except sqlite3.Error as error:
+            except READ_ERRORS as error:
                 raise failure_from(error, self.path, "read") from error
             return self._replay.state
 
@@ -132,7 +134,7 @@ class Journal:
                     "SELECT body, evidence FROM receipts JOIN events ON events.seq = receipts.seq WHERE sequence = ?",
                     (sequence,),
                 ).fetchone()
-            except sqlite3.Error as error:
+            except READ_ERRORS as error:
                 raise failure_from(error, self.path, "read receipts") from error
         if found is None:
             return {}
@@ -162,7 +164,7 @@ class Journal:
             self._check_epoch(epoch)
             after = self._insert(make_events(self._replay.state), receipts)
             ready = True
-        except sqlite3.Error as error:  # before COMMIT, no frame of it can count as written
+        except READ_ERRORS as error:  # before COMMIT, no frame of it can count as written
             raise failure_from(error, self.path, "append") from error
         finally:
             if not ready:
@@ -212,10 +214,10 @@ class Journal:
             else:
                 self._connection.close()
                 self._connection = open_connection(self.path)
-                final = empty_log(self._connection, self.path)
+                final = empty_log(self._connection, self.path, patience_s=BUSY_S)
             self.refresh()
             found = self._connection.execute("SELECT chain FROM events WHERE seq = ?", (after.seq,)).fetchone()
-        except (sqlite3.Error, StoreError) as second:
+        except (*READ_ERRORS, StoreError) as second:
             raise self._refuse_from_now_on(error) from second
         if not final:
             raise self._refuse_from_now_on(error)
@@ -285,7 +287,7 @@ class JournalView:
                 with read_transaction(self._connection):
                     self._replay = self._replay.read_new(self._connection, self.path)
                 self._version = version
-        except sqlite3.Error as error:
+        except READ_ERRORS as error:
             raise failure_from(error, self.path, "read") from error
         return self._replay.state
 

@@ -26,6 +26,9 @@ APPLICATION_ID = 0x45504C4A  # "EPLJ" in the file's header
 FORMAT = 1
 BUSY_S = 10.0  # writers hold the file for a few fsyncs; readers for microseconds
 
+# Of a damaged file, the text of an error itself may not decode.
+READ_ERRORS = (sqlite3.Error, UnicodeDecodeError)
+
 # The tip repeats the last row's place and chain on a page of its own: rows lost from the end show as a gap.
 _SCHEMA = f"""
 PRAGMA application_id = {APPLICATION_ID};
@@ -86,7 +89,7 @@ class Replay:
             ):
                 replay = replay._read(values, path)
             tips = connection.execute("SELECT seq, chain FROM tip").fetchall()
-        except sqlite3.DatabaseError as error:
+        except READ_ERRORS as error:
             raise failure_from(error, path, "read", row=replay.seq + 1) from error
         if tips != [(replay.seq, replay.chain)]:
             last = tips[0][0] if len(tips) == 1 else "?"
@@ -146,8 +149,11 @@ def create_journal(path: Path) -> None:
         rename_durable(temporary, path)
 
 
-def open_connection(path: Path, *, read_only: bool = False) -> sqlite3.Connection:
+def open_connection(path: Path, *, read_only: bool = False, busy_s: float | None = None) -> sqlite3.Connection:
     """Return a connection to an existing journal, in autocommit mode, usable from any one thread at a time.
+
+    Args:
+        busy_s: how long its statements wait for other connections, in seconds; default BUSY_S.
 
     Raises:
         JournalError: the file is missing, empty, no journal of ours, or of a later format.
@@ -161,18 +167,18 @@ def open_connection(path: Path, *, read_only: bool = False) -> sqlite3.Connectio
         raise JournalError(f"{path}: the journal is empty; restore it from a copy", path=str(path), row=1)
     connection: sqlite3.Connection | None = None
     try:
-        connection = _connect(path, "ro" if read_only else "rw")
+        connection = _connect(path, "ro" if read_only else "rw", BUSY_S if busy_s is None else busy_s)
         if read_only and not _is_readable(connection):
             # A reader that may not create the shared-memory file; nothing can be pending without a WAL.
             wal = Path(f"{path}-wal")
             if not wal.exists() or wal.stat().st_size == 0:
                 connection.close()
-                connection = _connect(path, "ro&immutable=1")
+                connection = _connect(path, "ro&immutable=1", BUSY_S)
         _check_format(connection, path)
         if not read_only:
             connection.execute("PRAGMA synchronous = FULL")
             connection.execute("PRAGMA wal_autocheckpoint = 0")
-    except sqlite3.Error as error:
+    except READ_ERRORS as error:
         if connection is not None:
             connection.close()
         raise failure_from(error, path, "open") from error
@@ -202,7 +208,7 @@ def damage(path: Path, row: int, detail: str) -> JournalError:
     )
 
 
-def failure_from(error: sqlite3.Error, path: Path, action: str, *, row: int | None = None) -> StoreError:
+def failure_from(error: Exception, path: Path, action: str, *, row: int | None = None) -> StoreError:
     """Return the error of our own tree for a SQLite error; Python 3.10 offers only its text to tell them apart."""
     text = str(error)
     if "locked" in text or "busy" in text:
@@ -216,9 +222,9 @@ def failure_from(error: sqlite3.Error, path: Path, action: str, *, row: int | No
     return JournalError(f"{path}: cannot {action}: {text}; restore the journal from a copy", path=str(path))
 
 
-def _connect(path: Path, mode: str) -> sqlite3.Connection:
+def _connect(path: Path, mode: str, busy_s: float) -> sqlite3.Connection:
     uri = f"file:{quote(str(path.absolute()))}?mode={mode}"
-    return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=BUSY_S)
+    return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False, timeout=busy_s)
 
 
 def _is_readable(connection: sqlite3.Connection) -> bool:

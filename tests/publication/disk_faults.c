@@ -1,7 +1,7 @@
 /* Preloaded into a process, makes chosen system calls fail on chosen files, for as long as a control file says so.
  *
  * The control file (named by FAULT_CONTROL) holds "CALL PATTERN ERRNO COUNT": CALL is sync or write, PATTERN a part of
- * the file's path, COUNT how many calls fail (0: all). No control file, no fault. */
+ * the file's path (its end, if the pattern ends in "$"), COUNT how many calls fail (0: all). No control file, no fault. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -11,6 +11,13 @@
 #include <string.h>
 #include <sys/types.h>
 #include <unistd.h>
+
+static int matches(const char *path, char *pattern) {
+    size_t length = strlen(pattern), whole = strlen(path);
+    if (!length || pattern[length - 1] != '$') return strstr(path, pattern) != NULL;
+    pattern[--length] = 0;
+    return whole >= length && !strcmp(path + whole - length, pattern);
+}
 
 static int fails(const char *call, int descriptor) {
     static int done;
@@ -25,7 +32,7 @@ static int fails(const char *call, int descriptor) {
     errno = saved;
     if (length <= 0 || sscanf(text, "%15s %255s %d %d", wanted, pattern, &code, &count) != 4) return 0;
     snprintf(link, sizeof link, "/proc/self/fd/%d", descriptor);
-    if (strcmp(wanted, call) || readlink(link, path, sizeof path - 1) < 0 || !strstr(path, pattern)) {
+    if (strcmp(wanted, call) || readlink(link, path, sizeof path - 1) < 0 || !matches(path, pattern)) {
         errno = saved;
         return 0;
     }
