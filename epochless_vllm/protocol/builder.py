@@ -17,8 +17,8 @@ from epochless_vllm.protocol.digests import Digest
 from epochless_vllm.protocol.envelope import PAYLOAD_TYPE, Signature, pre_authentication_encoding
 from epochless_vllm.protocol.header import Header, check_entry
 from epochless_vllm.protocol.merkle import Frontier
-from epochless_vllm.protocol.receipts import Final, Receipt
-from epochless_vllm.protocol.records import BLOCK_TOKENS, FILTERED, ONE, Block, Run, leaf_of
+from epochless_vllm.protocol.receipts import Final, Receipt, check_rows
+from epochless_vllm.protocol.records import BLOCK_TOKENS, FILTERED, Block, Run, extend_spans, leaf_of
 from epochless_vllm.protocol.spans import RECOMPUTE, KVSpan, RevisionEntry, SamplingSpan, kv_positions, merge
 
 
@@ -168,10 +168,6 @@ class ReceiptBuilder:
                 self._runs.append([count, revision, sampler, mark])
 
     def _close_block(self) -> Block:
-        if any(not 1 <= width <= ONE - low for low, width in zip(self._low, self._width, strict=True)):
-            raise ReceiptError("a row's interval is empty or leaves [0, 2**32)", threat="interval_bounds")
-        if any(token >= self.header.vocab_size for token in self._tokens):
-            raise ReceiptError("a token id is outside the vocabulary", threat="token_out_of_vocabulary")
         first, number = self._full_tokens, self._frontier.size
         block = Block(
             first=first,
@@ -182,6 +178,7 @@ class ReceiptBuilder:
             runs=tuple(Run(*run) for run in self._runs),
             revisions=tuple(self._entries),
         )
+        check_rows(block, self.header, len(self._table))
         self._frontier.append(leaf_of(self.header.digest_bytes, block.encode()))
         extend_spans(self._spans, block.first, block.runs)
         self._added += [(number, entry) for entry in self._entries]
@@ -201,17 +198,6 @@ class ReceiptBuilder:
         prompt = (0, offset, self._spans[0].revision)
         pieces = [(span.start + offset, span.end + offset, span.revision) for span in self._spans]
         return merge([prompt, *pieces] if offset else pieces)
-
-
-def extend_spans(spans: list[SamplingSpan], first: int, runs: Sequence[Run]) -> None:
-    """Add the runs of the block at ``first`` to sampling spans, merging in place."""
-    for run in runs:
-        end = first + run.rows
-        if spans and spans[-1][2:] == (run.revision, run.sampler):
-            spans[-1] = spans[-1]._replace(end=end)
-        else:
-            spans.append(SamplingSpan(first, end, run.revision, run.sampler))
-        first = end
 
 
 def sign_final(final: Final, signer: Signer) -> Signature:

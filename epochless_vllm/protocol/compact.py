@@ -32,10 +32,10 @@ from epochless_vllm.protocol.digests import bytes_from_digest, digest_from_bytes
 from epochless_vllm.protocol.draw_window import DrawWindow
 from epochless_vllm.protocol.envelope import SIGNATURE_BYTES, Signature
 from epochless_vllm.protocol.header import Header, decode_header, reveal_key
-from epochless_vllm.protocol.receipts import Final, Receipt, decode_final
-from epochless_vllm.protocol.records import BLOCK_TOKENS, FORCED, Block, Run, check_runs, filtered_rows
+from epochless_vllm.protocol.receipts import Final, Receipt, check_rows, decode_final
+from epochless_vllm.protocol.records import BLOCK_TOKENS, FORCED, Block, Run, check_runs, extend_spans, filtered_rows
 from epochless_vllm.protocol.shapes import decode_json
-from epochless_vllm.protocol.spans import RevisionEntry, check_partition
+from epochless_vllm.protocol.spans import RevisionEntry, SamplingSpan, check_partition
 
 MAGIC = b"EPc1"
 _LENGTH = struct.Struct(">I")
@@ -66,9 +66,10 @@ def encode_compact(receipt: Receipt) -> bytes:
     """Return the compact bytes of a receipt.
 
     Raises:
-        ReceiptError: a draw lies outside its row's interval, or the seed is missing.
+        ReceiptError: a row could not have been drawn, the seed is missing, or blocks and final record disagree.
     """
     header, final = receipt.header, receipt.final
+    _check_agreement(receipt)
     window = _window(header, final)
     parts = [MAGIC]
     for text in (header.encoded, final.encoded):
@@ -86,6 +87,23 @@ def encode_compact(receipt: Receipt) -> bytes:
             draws = compress(window.read(block.first, block.count), drawn)
             parts.append(pack_offsets(list(compress(block.low, drawn)), widths, list(draws)))
     return b"".join(parts)
+
+
+def _check_agreement(receipt: Receipt) -> None:
+    """Raise ReceiptError where the blocks say what the compact form takes from the final record."""
+    final, spans, position = receipt.final, list[SamplingSpan](), 0
+    added = []
+    for number, block in enumerate(receipt.blocks):
+        if block.first != position or block.count != min(BLOCK_TOKENS, final.tokens - position):
+            raise ReceiptError(f"a block at {block.first} where {position} was due", threat="block_order")
+        position += block.count
+        added += [(number, entry) for entry in block.revisions]
+        check_rows(block, receipt.header, len(receipt.header.revisions) + len(added))
+        extend_spans(spans, block.first, block.runs)
+    if (position, len(receipt.blocks)) != (final.tokens, final.blocks):
+        raise ReceiptError("the final record counts other tokens or blocks", threat="count_mismatch")
+    if tuple(spans) != final.sampling or tuple(added) != final.added:
+        raise ReceiptError("the final record's spans or table rows are not the blocks'", threat="sampling_mismatch")
 
 
 def open_compact(payload: bytes) -> Opened:

@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from epochless_vllm.errors import ReceiptError
 from epochless_vllm.protocol.canonical import encode_canonical
+from epochless_vllm.protocol.columns import WORD
 from epochless_vllm.protocol.digests import Digest
 from epochless_vllm.protocol.envelope import Envelope, Signature, encode_statement, receipt_id_from_statement
 from epochless_vllm.protocol.header import MAX_TOKENS, Header
-from epochless_vllm.protocol.records import Block
+from epochless_vllm.protocol.records import FILTERED, FORCED, Block
 from epochless_vllm.protocol.shapes import (
     read_choice,
     read_decimal,
@@ -104,6 +106,29 @@ class Receipt:
     @property
     def envelope(self) -> Envelope:
         return Envelope(self.final.statement, self.signature)
+
+
+def check_rows(block: Block, header: Header, revisions: int) -> None:
+    """Raise ReceiptError unless every row could have been sampled, under a table of ``revisions`` rows."""
+    if max(block.tokens) >= header.vocab_size:
+        raise ReceiptError("a token id is outside the vocabulary", threat="token_out_of_vocabulary")
+    for low, most in zip(block.low, block.width_less_one, strict=True):
+        if low + most > WORD:
+            raise ReceiptError("an interval leaves [0, 2**32)", threat="interval_bounds")
+    start = 0
+    for run in block.runs:
+        if run.revision >= revisions:
+            raise ReceiptError(f"revision {run.revision} is outside the table", threat="revision_index")
+        if run.sampler >= len(header.samplers):
+            raise ReceiptError(f"sampler {run.sampler} is outside the table", threat="sampler_index")
+        sampler, end = header.samplers[run.sampler], start + run.rows
+        if not run.flags & FORCED and bool(run.flags & FILTERED) != sampler.filtered:
+            raise ReceiptError("rows carry a kept mass if and only if their sampler filters", threat="filter_flag")
+        if sampler.greedy or run.flags & FORCED:
+            rows = zip(block.low[start:end], block.width_less_one[start:end], strict=True)
+            if any(row != (0, WORD) for row in rows):
+                raise ReceiptError("a greedy or forced token has probability one", threat="greedy_width")
+        start = end
 
 
 def decode_final(value: Any) -> Final:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from epochless_vllm.errors import ReceiptError
 from epochless_vllm.protocol.columns import WORD, Cursor, column, decode_column, encode_column
 from epochless_vllm.protocol.shapes import read_integer, read_list, read_object
-from epochless_vllm.protocol.spans import MAX_ENTRY_BYTES, RevisionEntry
+from epochless_vllm.protocol.spans import MAX_ENTRY_BYTES, RevisionEntry, SamplingSpan
 
 BLOCK_TOKENS = 64
 ONE = 1 << 32  # the whole probability mass
@@ -164,6 +164,17 @@ def check_runs(runs: Sequence[Run], count: int) -> None:
 def filtered_rows(runs: Sequence[Run]) -> int:
     """Return how many rows carry a kept mass."""
     return sum(run.rows for run in runs if run.flags & FILTERED)
+
+
+def extend_spans(spans: list[SamplingSpan], first: int, runs: Sequence[Run]) -> None:
+    """Add the runs of the block at ``first`` to sampling spans, merging in place."""
+    for run in runs:
+        end = first + run.rows
+        if spans and spans[-1][2:] == (run.revision, run.sampler):
+            spans[-1] = spans[-1]._replace(end=end)
+        else:
+            spans.append(SamplingSpan(first, end, run.revision, run.sampler))
+        first = end
 
 
 def _integers(value: Any, name: str, threat: str, minimum: int, maximum: int) -> list[int]:

@@ -23,15 +23,14 @@ from array import array
 from collections.abc import Sequence
 
 from epochless_vllm.errors import ReceiptError
-from epochless_vllm.protocol.builder import extend_spans
-from epochless_vllm.protocol.columns import WORD, column, encode_column
+from epochless_vllm.protocol.columns import column, encode_column
 from epochless_vllm.protocol.draw_window import DrawWindow
 from epochless_vllm.protocol.draws import DrawKey
 from epochless_vllm.protocol.envelope import PAYLOAD_TYPE, Signature, key_id, pre_authentication_encoding
 from epochless_vllm.protocol.header import Header, check_entry, reveal_key
 from epochless_vllm.protocol.merkle import Frontier
-from epochless_vllm.protocol.receipts import ABORT, LENGTH, STOP, Final
-from epochless_vllm.protocol.records import BLOCK_TOKENS, FILTERED, FORCED, Block, leaf_of
+from epochless_vllm.protocol.receipts import ABORT, LENGTH, STOP, Final, check_rows
+from epochless_vllm.protocol.records import BLOCK_TOKENS, Block, extend_spans, leaf_of
 from epochless_vllm.protocol.spans import (
     MAX_SPANS,
     RevisionEntry,
@@ -80,10 +79,11 @@ class ReceiptChecker:
             threat = "block_repeated" if block.first < self.tokens else "block_order"
             raise ReceiptError(f"a block at {block.first} where {self.tokens} was due", threat=threat)
         self._short = block.count < BLOCK_TOKENS
-        self._check_rows(block)  # (3)
+        self._add_revisions(block)
+        check_rows(block, self.header, len(self._table))  # (3)
         self._check_tokens(block)  # (4)
         if draws is not None:  # (5)
-            check_draws(block, draws, None)
+            check_draws(block, draws, self.header, None)
             self._draws_digest.update(encode_column(draws))
             if self._first_draws is None:
                 self._first_draws = draws
@@ -113,8 +113,8 @@ class ReceiptChecker:
         self._check_final(final)
         verdict = Verdict.INTEGRITY
         key = reveal_key(self.header, final.seed)
-        if self._first_draws is not None and key is not None:  # (8)
-            self._check_revealed(key)
+        if self._first_draws is not None and key is not None and final.seed is not None:  # (8)
+            self._check_revealed(key, final.seed)
             sampling_checked = True
         if sampling_checked or key is None or not self.tokens:
             verdict = Verdict.SAMPLING_CONSISTENT
@@ -140,12 +140,7 @@ class ReceiptChecker:
             blocks=tuple(self._kept or ()),
         )
 
-    def _check_rows(self, block: Block) -> None:
-        if max(block.tokens) >= self.header.vocab_size:
-            raise ReceiptError("a token id is outside the vocabulary", threat="token_out_of_vocabulary")
-        for low, most in zip(block.low, block.width_less_one, strict=True):
-            if low + most > WORD:
-                raise ReceiptError("an interval leaves [0, 2**32)", threat="interval_bounds")
+    def _add_revisions(self, block: Block) -> None:
         for entry in block.revisions:
             check_entry(entry, self.header)
             if entry.revision in self._names:
@@ -153,21 +148,6 @@ class ReceiptChecker:
             self._names.add(entry.revision)
             self._table.append(entry)
             self._added.append((self._frontier.size, entry))
-        start = 0
-        for run in block.runs:
-            if run.revision >= len(self._table):
-                raise ReceiptError(f"revision {run.revision} is outside the table", threat="revision_index")
-            if run.sampler >= len(self.header.samplers):
-                raise ReceiptError(f"sampler {run.sampler} is outside the table", threat="sampler_index")
-            sampler = self.header.samplers[run.sampler]
-            if not run.flags & FORCED and bool(run.flags & FILTERED) != sampler.filtered:
-                raise ReceiptError("rows carry a kept mass if and only if their sampler filters", threat="filter_flag")
-            end = start + run.rows
-            if sampler.greedy or run.flags & FORCED:
-                whole = [(0, WORD)] * run.rows
-                if list(zip(block.low[start:end], block.width_less_one[start:end], strict=True)) != whole:
-                    raise ReceiptError("a greedy or forced token has probability one", threat="greedy_width")
-            start = end
 
     def _check_tokens(self, block: Block) -> None:
         if self._stopped_at is not None:
@@ -214,26 +194,26 @@ class ReceiptChecker:
         if not final.tokens and reason != ABORT:
             raise ReceiptError(f"no tokens, yet finished by {reason}", threat="finish_reason")
 
-    def _check_revealed(self, key: DrawKey) -> None:
+    def _check_revealed(self, key: DrawKey, seed: int | bytes) -> None:
         window, revealed = DrawWindow(key, self.tokens), hashlib.sha256()
         for first in range(0, self.tokens, BLOCK_TOKENS):
             draws = window.read(first, min(BLOCK_TOKENS, self.tokens - first))
             revealed.update(encode_column(column(draws)))
         if revealed.digest() != self._draws_digest.digest():
             claimed = [(draw, draw) for draw in self._first_draws or ()]
-            raise explain_draws(key, 0, claimed, threat="draw_mismatch")
+            raise explain_draws(self.header, seed, 0, claimed, threat="draw_mismatch")
 
 
-def check_draws(block: Block, draws: Sequence[int], key: DrawKey | None) -> None:
-    """Raise ReceiptError unless every drawn row's draw lies in its interval; ``key`` serves to name the fault."""
+def check_draws(block: Block, draws: Sequence[int], header: Header, seed: int | bytes | None) -> None:
+    """Raise ReceiptError unless every row's draw lies in its interval; header and seed serve to name the fault."""
     rows = zip(block.low, block.width_less_one, draws, strict=True)
-    # A row that is not drawn has the whole interval, so no row needs to be left out.
+    # A row that is not drawn has the whole interval, so none needs to be left out.
     if all(low <= draw <= low + most for low, most, draw in rows):
         return
-    if key is None:
+    if seed is None:
         raise ReceiptError("a draw does not pick its token", threat="draw_outside_interval")
     intervals = [(low, low + most) for low, most in zip(block.low, block.width_less_one, strict=True)]
-    raise explain_draws(key, block.first, intervals, threat="draw_outside_interval")
+    raise explain_draws(header, seed, block.first, intervals, threat="draw_outside_interval")
 
 
 def check_signature(final: Final, signature: Signature, public_key: bytes) -> None:

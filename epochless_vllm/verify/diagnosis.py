@@ -6,30 +6,52 @@ that fit none keep the general code. Knows the ways a draw goes wrong, not how t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from epochless_vllm.errors import ReceiptError
 from epochless_vllm.protocol.draws import DrawKey, Purpose, draw_at
+from epochless_vllm.protocol.header import Header, reveal_key
 
 _WORD = 0xFFFFFFFF
+_NEIGHBOURS = 16  # choices and prompts whose keys are tried
 
 Interval = tuple[int, int]
 """The least and the greatest draw that picks a row's token; (0, 2**32 - 1) where any does."""
 
 
-def explain_draws(key: DrawKey, first: int, intervals: Sequence[Interval], *, threat: str) -> ReceiptError:
-    """Return the error for rows from position ``first`` whose draws under ``key`` leave their intervals.
+def explain_draws(
+    header: Header, seed: int | bytes, first: int, intervals: Sequence[Interval], *, threat: str
+) -> ReceiptError:
+    """Return the error for rows from position ``first`` whose draws under the revealed seed leave their intervals.
 
     ``threat`` is the code where no known misuse explains the rows.
     """
-    fits = [low <= draw_at(key, first + place) <= high for place, (low, high) in enumerate(intervals)]
-    failing = fits.index(False) if False in fits else 0
+    key = reveal_key(header, seed)
+    assert key is not None
+
+    def fits(draw: Callable[[DrawKey, int], int], key: DrawKey, row: int) -> bool:
+        return intervals[row][0] <= draw(key, first + row) <= intervals[row][1]
+
+    rows = range(len(intervals))
+    failing = next((row for row in rows if not fits(draw_at, key, row)), 0)
     for name, words, draw in _HYPOTHESES:
         start = failing if name in ("draw_reused", "draw_skipped") else 0
-        rows = range(start, len(intervals))
-        if all(intervals[row][0] <= draw(key, first + row) <= intervals[row][1] for row in rows):
+        if all(fits(draw, key, row) for row in rows[start:]):
             return ReceiptError(f"draws from position {first + start} on {words}", threat=name)
+    for whose, other in _other_keys(header, seed):
+        if all(fits(draw_at, other, row) for row in rows):
+            return ReceiptError(f"draws from position {first} on come from the key of {whose}", threat="draw_key")
     return ReceiptError(f"the draw at position {first + failing} does not pick its token", threat=threat)
+
+
+def _other_keys(header: Header, seed: int | bytes) -> Iterator[tuple[str, DrawKey]]:
+    others = [(f"choice {i}", replace(header, choice_index=i)) for i in range(_NEIGHBOURS)]
+    others += [(f"prompt {i}", replace(header, prompt_index=i)) for i in range(_NEIGHBOURS)]
+    others.append(("the request without its nonce", replace(header, nonce=None)))
+    for whose, other in others:
+        if (key := reveal_key(other, seed)) is not None:
+            yield whose, key
 
 
 def _philox(key: DrawKey, counter: tuple[int, int, int, int], rounds: int) -> tuple[int, int, int, int]:

@@ -140,7 +140,7 @@ def _verify_verbose(receipt: Receipt, expected: Expected, draws: bool, keep_bloc
     for block in receipt.blocks:
         checker.add_block(block)
         if window is not None:
-            check_draws(block, window.read(block.first, block.count), key)
+            check_draws(block, window.read(block.first, block.count), receipt.header, receipt.final.seed)
     return checker.finish(receipt.final, receipt.signature, sampling_checked=draws)
 
 
