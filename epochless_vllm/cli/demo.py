@@ -23,6 +23,7 @@ from typing import Any
 
 import httpx
 
+from epochless_vllm.cli.output import Output
 from epochless_vllm.cli.tiny_model import make_adapter, make_model
 
 PROMPT = "A rollout keeps the policy it was admitted with. " * 6
@@ -110,14 +111,14 @@ class Server:
                     yield json.loads(line[6:])["choices"][0]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def configure(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's options."""
     parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="ranks (default 1)")
     parser.add_argument("--keep-files", action="store_true", help="leave the model, store and log in place")
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Run the demonstration; return 0 if every claim held, else 1."""
+def run(arguments: argparse.Namespace, output: Output) -> int:
+    """Run the demonstration; return 0 if every claim held, else 1. The transcript is text also with ``--json``."""
     work = Path(tempfile.mkdtemp(prefix="epochless-demo-"))
     server = Server(work, arguments.tensor_parallel_size)
     try:

@@ -24,6 +24,7 @@ VERBS = {
     "fsck": ("fsck", "check every byte of a store and its journal"),
     "store": ("store", "check a store, or collect what it no longer needs"),
     "patch": ("patch", "apply, verify or revert the patch of the installed vLLM"),
+    "demo": ("demo", "show the claims on a real server and a tiny model"),
     "doctor": ("doctor", "check this machine's setup and say what to fix"),
 }
 
