@@ -180,6 +180,9 @@ class Coordinator:
         with suppress(StoreError, StaleEpochError):
             self._journal.append(Aborted(intent.transaction_id, _clip(reason)))
         crash_point("abort")
+        self._tell_abort(intent)
+
+    def _tell_abort(self, intent: Intent) -> None:
         message = self._message("abort", intent)
         if self._rounds.tell(message, deadline_s=min(ABORT_S, self._deadline_s)):
             self._unheard.append(message)
@@ -280,7 +283,8 @@ class Coordinator:
     def _sweep(self) -> None:
         """Decide what a process left undecided: nobody else is publishing while this one has its turn."""
         for intent in self._journal.state.intents.values():
-            self._abort(intent, "its publisher stopped before it was decided")
+            self._journal.append(Aborted(intent.transaction_id, "its publisher stopped before it was decided"))
+            self._tell_abort(intent)
         self._unheard = [message for message in self._unheard if self._rounds.tell(message, deadline_s=0.0)]
 
     def _message(self, kind: str, intent: Intent) -> dict[str, Any]:

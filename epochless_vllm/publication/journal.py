@@ -2,7 +2,8 @@
 
 SQLite in write-ahead mode, ``synchronous=FULL``. Promises that ``append`` returns only when its events survive a power
 cut; that when it raises, they never happened, or UndecidedError says that this cannot be known; that several
-processes append in one order and each applies the rules to the true state. Knows nothing of ranks: see coordinator.py.
+processes append in one order and each applies the rules to the true state. A child forked while its parent has a
+journal open must not open it as well: SQLite carries locks over a fork. Knows nothing of ranks: see coordinator.py.
 """
 
 from __future__ import annotations

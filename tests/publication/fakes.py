@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import struct
 import threading
 from collections.abc import Callable, Mapping
@@ -149,16 +150,21 @@ def refuse(order: PrepareOrder) -> None:
     raise RefusedAdapterError("tensor x.lora_A.weight is consumed by no module", tensor="x.lora_A.weight")
 
 
-def silent(*kinds: str, after: int = 0) -> Fault:
-    """A rank that receives messages of these kinds (default: all) and does not answer, from the ``after``-th on."""
-    seen = [0]
+def silent(*kinds: str) -> Fault:
+    """A rank that acts on messages of these kinds (default: all) and never answers them."""
+    return lambda message, deliver: (
+        deliver(message) and None if not kinds or message["kind"] in kinds else deliver(message)
+    )
+
+
+def muted(kind: str, count: int) -> Fault:
+    """A rank whose first ``count`` replies to a kind are lost on the way."""
+    lost = [0]
 
     def fault(message: dict[str, Any], deliver: Deliver) -> Reply | None:
-        if kinds and message["kind"] not in kinds:
-            return deliver(message)
-        seen[0] += 1
         reply = deliver(message)
-        return reply if seen[0] <= after else None
+        lost[0] += message["kind"] == kind
+        return None if message["kind"] == kind and lost[0] <= count else reply
 
     return fault
 
@@ -218,3 +224,14 @@ def altered(kind: str, change: Callable[[Reply], object]) -> Fault:
         return reply
 
     return fault
+
+
+def run_processes(target: Callable[..., None], calls: list[tuple[Any, ...]]) -> None:
+    """Run calls at once, each in a process of its own; the caller must have none of their files open."""
+    context = multiprocessing.get_context("fork")
+    workers = [context.Process(target=target, args=arguments) for arguments in calls]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    assert [worker.exitcode for worker in workers] == [0] * len(calls)

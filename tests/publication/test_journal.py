@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sqlite3
 import stat
@@ -35,6 +34,7 @@ from epochless_vllm.protocol.publication import (
 )
 from epochless_vllm.publication.journal import Journal, JournalView
 from tests.protocol.test_publication import A, B, answers, likely_events
+from tests.publication.fakes import run_processes
 
 MEMORY = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None  # spares the disk thousands of syncs
 
@@ -152,9 +152,9 @@ def test_two_writers_of_one_epoch_each_apply_the_rules_to_both_their_events(
     other.close()
 
 
-def _publish_many(path: Path, policy: str, count: int) -> None:
+def _publish_many(path: Path, policy: str) -> None:
     journal = Journal(path)
-    for step in range(count):
+    for step in range(8):
         while True:
             try:
                 publish(journal, step, f"sha256:{policy * 63}{step}", policy)
@@ -166,15 +166,9 @@ def _publish_many(path: Path, policy: str, count: int) -> None:
     journal.close()
 
 
-def test_four_processes_append_in_one_order_and_lose_nothing(journal: Journal, journal_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    workers = [context.Process(target=_publish_many, args=(journal_path, policy, 8)) for policy in "abcd"]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(60)
-    assert [worker.exitcode for worker in workers] == [0, 0, 0, 0]
-    state = journal.refresh()
+def test_four_processes_append_in_one_order_and_lose_nothing(journal_path: Path) -> None:
+    run_processes(_publish_many, [(journal_path, policy) for policy in "abcd"])
+    state = Journal(journal_path, read_only=True).state
     assert sorted((p.policy, p.step) for p in state.publications.values()) == [(p, s) for p in "abcd" for s in range(8)]
     assert len(set(state.adapters.values())) == 32
 
