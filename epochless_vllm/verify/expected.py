@@ -147,6 +147,8 @@ def compare_tokens(expected: Sequence[int], actual: Sequence[int], first: int) -
     place = next((i for i, pair in enumerate(zip(wanted, actual, strict=False)) if pair[0] != pair[1]), len(wanted))
     rest, given = list(expected[first + place : end + 1]), list(actual[place:])
     where = f"at position {first + place}"
+    if not rest:
+        raise ReceiptError(f"the receipt goes on after the response {where}", threat="token_inserted")
     if given[1:] == rest[1 : len(given)] and len(rest) >= len(given):
         raise ReceiptError(f"another token stands {where}", threat="token_swapped")
     if given[:2] == rest[1::-1] and given[2:] == rest[2 : len(given)]:

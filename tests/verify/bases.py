@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from epochless_vllm.protocol.header import SEEDED
@@ -42,12 +42,12 @@ _RECEIPTS = {
 NAMES = tuple(_RECEIPTS)
 
 
-@lru_cache(maxsize=None)
+@cache
 def base_receipt(name: str) -> Receipt:
     return _RECEIPTS[name]()
 
 
-@lru_cache(maxsize=None)
+@cache
 def verbose_of(name: str) -> bytes:
     return encode_verbose(base_receipt(name))
 

@@ -5,6 +5,7 @@ digest recomputed, the old signature kept, by someone without the key. ``resigne
 lies; what it lies about is then caught by a relation inside the receipt, or by something the client knows.
 """
 
+# ruff: noqa: E501 - one mutant a line reads as the table it is
 from __future__ import annotations
 
 import base64
