@@ -76,9 +76,11 @@ def _prepare(journal: Journal, rounds: Rounds, revision_id: RevisionId, lora_int
     }
     try:
         rounds.prepare(order)
-    except PublicationError as error:
+    except EpochlessError as error:
         rounds.tell({**order, "kind": "abort"}, deadline_s=0.0)
-        return Failure(error.fields["rank"], error.fields["reason_code"], error.fields["reason"])
+        if isinstance(error, PublicationError):
+            return Failure(error.fields["rank"], error.fields["reason_code"], error.fields["reason"])
+        return Failure(STORE_RANK, error.code, error.message)  # the bytes are needed here too, to know what to expect
     failures = rounds.tell({**order, "kind": "commit"})
     return failures[0] if failures else None
 

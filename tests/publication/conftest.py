@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,8 @@ from epochless_vllm.publication.coordinator import Coordinator
 from epochless_vllm.publication.journal import Journal
 from epochless_vllm.store.revisions import RevisionStore
 from tests.publication.fakes import LocalRanks, add_revisions, make_ranks
+
+MEMORY = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
 
 
 @dataclass(frozen=True)
@@ -45,8 +49,10 @@ def revisions(tmp_path_factory: pytest.TempPathFactory) -> Revisions:
 
 
 @pytest.fixture
-def journal_path(tmp_path: Path) -> Path:
-    return tmp_path / "journal.sqlite"
+def journal_path(tmp_path: Path) -> Iterator[Path]:
+    """A place in memory where there is one: the disk's part is tested by failing it, not by waiting for it."""
+    with tempfile.TemporaryDirectory(dir=MEMORY or tmp_path) as directory:
+        yield Path(directory) / "journal.sqlite"
 
 
 @pytest.fixture

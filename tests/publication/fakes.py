@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from epochless_vllm.errors import RefusedAdapterError
+from epochless_vllm.errors import RefusedAdapterError, StoreError
 from epochless_vllm.protocol.manifest import RevisionId
 from epochless_vllm.publication.participant import Participant, PrepareOrder
 from epochless_vllm.store.revisions import RevisionStore, StoredRevision
@@ -47,8 +47,12 @@ def registered_digest(stored: StoredRevision) -> str:
 
 def expected_registered(root: Path, revision_id: str) -> str:
     """The same digest from the file itself: its JSON header and offsets, no code of the store."""
-    raw = (root / "revisions" / revision_id.removeprefix("sha256:") / "adapter_model.safetensors").read_bytes()
-    (length,) = struct.unpack("<Q", raw[:8])
+    path = root / "revisions" / revision_id.removeprefix("sha256:") / "adapter_model.safetensors"
+    try:
+        raw = path.read_bytes()
+        (length,) = struct.unpack("<Q", raw[:8])
+    except (OSError, struct.error) as error:
+        raise StoreError(f"{path}: cannot be read", path=str(path)) from error
     header = json.loads(raw[8 : 8 + length])
     header.pop("__metadata__", None)
     parts = []

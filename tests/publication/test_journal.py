@@ -34,9 +34,8 @@ from epochless_vllm.protocol.publication import (
 )
 from epochless_vllm.publication.journal import Journal, JournalView
 from tests.protocol.test_publication import A, B, answers, likely_events
+from tests.publication.conftest import MEMORY
 from tests.publication.fakes import run_processes
-
-MEMORY = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None  # spares the disk thousands of syncs
 
 
 @pytest.fixture
