@@ -130,14 +130,16 @@ class Coordinator:
             return
         if state.status(policy, revision_id) is Status.DRAINING:
             self._retirement.pump()
-        status = self._journal.state.status(policy, revision_id)
-        if status not in (Status.DRAINING, Status.QUARANTINED):
+            state = self._journal.state
+        draining = state.status(policy, revision_id) is Status.DRAINING
+        if not draining and revision_id not in state.quarantine:
             return
         in_flight = self._ranks.holders(state.adapters[revision_id])
         # A revision is prepared anew only once nothing uses what a rank holds of it.
-        if status is Status.DRAINING or in_flight != 0:
+        if draining or in_flight != 0:
             raise ConflictError(
-                f"{policy}@{revision_id} is {status.value} with {in_flight} requests in flight; retry when they end",
+                f"{revision_id} is {'draining' if draining else 'quarantined'} with {in_flight} requests in flight; "
+                "retry when they end",
                 revision_id=revision_id,
                 in_flight=in_flight,
                 retryable=True,
