@@ -34,7 +34,9 @@ def explain_draws(
         return intervals[row][0] <= draw(key, first + row) <= intervals[row][1]
 
     rows = range(len(intervals))
-    failing = next((row for row in rows if not fits(draw_at, key, row)), 0)
+    failing = next((row for row in rows if not fits(draw_at, key, row)), None)
+    if failing is None:
+        return ReceiptError("the draws are not those of the revealed seed", threat=threat)
     for name, words, draw in _HYPOTHESES:
         start = failing if name in ("draw_reused", "draw_skipped") else 0
         if all(fits(draw, key, row) for row in rows[start:]):
