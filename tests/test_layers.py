@@ -29,7 +29,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "plugin": (
         {"errors", "durable", "protocol", "store", "publication", "patch", "wire", "sampling", "execution"},
         {"vllm", "torch", "numpy", "numba", "fastapi", "starlette", "pydantic", "prometheus_client", "cryptography"}
-        | {"python_multipart"},  # comes with fastapi's form support, which vLLM depends on
+        | {"python_multipart", "model_hosting_container_standards"},  # vLLM's own: form support, SageMaker routes
     ),
     "client": ({"errors", "wire"}, {"httpx", "openai", "peft", "pydantic"}),
     "cli": (

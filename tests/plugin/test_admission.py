@@ -550,3 +550,45 @@ def test_a_quarantine_between_check_and_binding_is_503_not_500(tmp_path: Path) -
             bind(front, request)
 
     run_front_end(tmp_path / "store", scenario)
+
+
+def test_an_invocation_without_the_adapter_header_keeps_the_model_of_its_body() -> None:
+    from model_hosting_container_standards.sagemaker.lora.transforms.inject_to_body import InjectToBodyApiTransform
+    from starlette.requests import Request
+
+    transform = InjectToBodyApiTransform({"model": 'headers."X-Amzn-SageMaker-Adapter-Identifier"'})
+
+    async def model_after(*headers: tuple[bytes, bytes]) -> Any:
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": b'{"model": "policy"}', "more_body": False}
+
+        scope = {"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": list(headers)}
+        request = Request({**scope, "path_params": {}}, receive)
+        await transform.transform_request(request)
+        return (await request.json())["model"]
+
+    assert asyncio.run(model_after()) == "policy"
+    assert asyncio.run(model_after((b"x-amzn-sagemaker-adapter-identifier", b"other"))) == "other"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tokens_in_asks_for_all_choices_in_one_output_unless_it_streams(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
+    from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
+    from vllm.sampling_params import RequestOutputKind
+
+    class CheckReachedError(Exception):
+        pass
+
+    async def check_model(self: Any, request: Any) -> None:
+        raise CheckReachedError
+
+    monkeypatch.setattr(ServingTokens, "_check_model", check_model)
+    body = {"token_ids": [1], "sampling_params": {"n": 2}, "stream": stream}
+    request = GenerateRequest.model_validate(body)
+    with pytest.raises(CheckReachedError):
+        asyncio.run(object.__new__(ServingTokens).serve_tokens(request))
+    kind = request.sampling_params.output_kind
+    assert (kind is RequestOutputKind.FINAL_ONLY) is not stream
