@@ -1,4 +1,5 @@
-"""Every buffer a forward pass writes to, allocated once. Decoding allocates no array beyond these.
+"""Every buffer a forward pass writes to, allocated once. Computing allocates no array beyond these; NumPy itself takes
+up to three buffers of 8,192 elements at a time, a constant of 96 KiB.
 
 With L layers, K key heads, D head size, P positions, T rows, H hidden, I intermediate, Q query heads, V vocabulary,
 R rank and Z = min(T, max(1, 2**22 // V)) rows of logits at a time, the float32 elements are

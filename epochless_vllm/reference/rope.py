@@ -120,10 +120,10 @@ def rope_from_config(config: Mapping[str, Any], *, default_theta: float | None) 
     kind = given.pop("rope_type", "default")
     if kind not in KINDS:
         _refuse("rope_type", f"rope kind {str(kind)[:40]!r} is not computed; known are {', '.join(KINDS)}")
-    thetas = {value for value in (given.pop("rope_theta", None), config.get("rope_theta")) if value is not None}
-    if len(thetas) > 1:
+    thetas = [value for value in (given.pop("rope_theta", None), config.get("rope_theta")) if value is not None]
+    if len(thetas) == 2 and thetas[0] != thetas[1]:
         _refuse("rope_theta", "rope_theta is given twice with different values")
-    theta = _positive("rope_theta", thetas.pop() if thetas else default_theta)
+    theta = _positive("rope_theta", thetas[0] if thetas else default_theta)
     truncate = given.pop("truncate", True)
     if not isinstance(truncate, bool) or not (truncate or kind == "yarn"):
         _refuse("truncate", "rope parameter truncate must be true or false, and belongs to yarn")

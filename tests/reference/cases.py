@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.adapters import ALL_TARGETS, ATTENTION, MLP, LlamaShape, encode_safetensors, make_adapter
+from tests.adapters import ALL_TARGETS, ATTENTION, MLP, LlamaShape, encode_safetensors, make_adapter, make_tensors
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,8 @@ class Shape:
     family: str = "llama"
     tied: bool = True
     head_dim: int | None = None
+    dtype: str = "F32"
+    shards: int = 1
     fields: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -84,6 +86,8 @@ FAMILY_SHAPES = {
     "qwen2": Shape(64, 8, 2, 2, 120, 40, family="qwen2"),
     "qwen3": Shape(64, 4, 2, 2, 120, 40, family="qwen3", tied=False, head_dim=24),
     "llama-biases": Shape(64, 4, 2, 2, 90, 40, fields={"attention_bias": True, "mlp_bias": True}, head_dim=32),
+    "bf16": Shape(64, 4, 2, 2, 90, 40, dtype="BF16"),
+    "fp16-shards": Shape(64, 4, 2, 2, 90, 40, tied=False, dtype="F16", shards=3),
     "rope-linear": Shape(64, 4, 2, 1, 90, 48, fields={"rope_scaling": {"type": "linear", "factor": 4.0}}),
     "rope-dynamic": Shape(64, 4, 2, 1, 90, 48, fields={"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
     "rope-llama3": Shape(64, 4, 2, 1, 90, 48, fields={"rope_scaling": _LLAMA3}),
@@ -146,20 +150,20 @@ def make_weights(shape: Shape, seed: int = 0) -> dict[str, np.ndarray]:
     return {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
 
 
-def write_model(directory: Path, shape: Shape, *, seed: int = 0, dtype: str = "F32", shards: int = 1) -> Path:
+def write_model(directory: Path, shape: Shape, *, seed: int = 0) -> Path:
     """Write config.json and the weights, in one file or in shards with an index; return the directory."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(shape.config(), indent=1))
     tensors = make_weights(shape, seed)
-    if shards == 1:
-        payload = encode_safetensors(tensors, dtype=dtype, metadata={"format": "pt"})
+    if shape.shards == 1:
+        payload = encode_safetensors(tensors, dtype=shape.dtype, metadata={"format": "pt"})
         (directory / "model.safetensors").write_bytes(payload)
         return directory
     weight_map = {}
-    for shard in range(shards):
-        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
-        part = {name: tensors[name] for index, name in enumerate(tensors) if index % shards == shard}
-        (directory / file).write_bytes(encode_safetensors(part, dtype=dtype, metadata={"format": "pt"}))
+    for shard in range(shape.shards):
+        file = f"model-{shard + 1:05d}-of-{shape.shards:05d}.safetensors"
+        part = {name: tensors[name] for index, name in enumerate(tensors) if index % shape.shards == shard}
+        (directory / file).write_bytes(encode_safetensors(part, dtype=shape.dtype, metadata={"format": "pt"}))
         weight_map |= dict.fromkeys(part, file)
     index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -178,8 +182,6 @@ def write_adapter(directory: Path, shape: Shape, axis: str, *, seed: int = 1) ->
     if options.pop("pattern_ranks", False):
         names = [f"model.layers.{layer}." for layer in range(shape.layers)]
         ranks = {f"{name}self_attn.q_proj": 2 for name in names} | {f"{name}mlp.up_proj": 6 for name in names}
-        from tests.adapters import make_tensors
-
         options["tensors"] = make_tensors(seed, shape=shape.sizes, rank=options["rank"], ranks=ranks, scale=0.1)
     return make_adapter(directory, seed=seed, shape=shape.sizes, scale=0.1, **options)
 
@@ -187,3 +189,19 @@ def write_adapter(directory: Path, shape: Shape, axis: str, *, seed: int = 1) ->
 def make_tokens(shape: Shape, seed: int = 2) -> list[int]:
     """Return a full context of seeded tokens."""
     return [int(token) for token in np.random.default_rng(seed).integers(0, shape.vocab, shape.positions)]
+
+
+MIXTURE_SHAPE = "gqa-2x"
+MIXTURE_AXES = ("alpha", "rslora")
+
+
+def make_mixture(length: int) -> tuple[list[int | None], list[int | None]]:
+    """Return per position the index of the adapter its cache is of, and of the one it was sampled under.
+
+    Base, first, second and base again in runs that no block of a prefill starts at; some positions differ.
+    """
+    cached: list[int | None] = [None if at % 23 < 5 else (at // 9) % 2 for at in range(length)]
+    sampled = list(cached)
+    for at in (0, 11, 12, 30, length - 1):
+        sampled[at] = 1 if cached[at] is None else None if cached[at] == 1 else 1
+    return cached, sampled
