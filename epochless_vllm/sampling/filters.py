@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from epochless_vllm.sampling.arithmetic import LIMIT, LOWEST_KEY, SCALE, jit, order_key, weight_at, weight_of
+from epochless_vllm.sampling.arithmetic import LIMIT, LOWEST_KEY, SCALE, jit, logit_of, order_key, weight_at, weight_of
 from epochless_vllm.sampling.rows import BETA, DISTANCE_CAP, SHIFT
 
 BLOCK = 1024  # logits to a partial sum, and to a stored peak
@@ -21,12 +21,12 @@ _BUCKETS_LOG2 = 12  # of a selection histogram
 def select_cut(keys, masses, unit, need):
     """Return the key at which masses added in descending key order reach ``need``, and how many of its ties count.
 
-    ``unit`` counts entries instead of their masses. Equal keys have equal masses.
+    ``unit`` counts entries instead of their masses; ``need`` is in 1 .. their sum. Equal keys have equal masses.
     """
-    low, high = np.int64(keys[0]), np.int64(keys[0])
+    lowest, highest = keys[0], keys[0]
     for i in range(keys.shape[0]):
-        low, high = min(low, np.int64(keys[i])), max(high, np.int64(keys[i]))
-    reached, tie = np.int64(0), np.int64(1)
+        lowest, highest = min(lowest, keys[i]), max(highest, keys[i])
+    low, high, reached = np.int64(lowest), np.int64(highest), np.int64(0)
     histogram = np.empty(1 << _BUCKETS_LOG2, np.int64)
     while True:
         shift = np.int64(0)
@@ -34,10 +34,8 @@ def select_cut(keys, masses, unit, need):
             shift += 1
         histogram[:] = 0
         for i in range(keys.shape[0]):
-            key = np.int64(keys[i])
-            if low <= key <= high:
-                tie = np.int64(1) if unit else masses[i]
-                histogram[(high - key) >> shift] += tie
+            if low <= keys[i] <= high:
+                histogram[(high - keys[i]) >> shift] += 1 if unit else masses[i]
         bucket = 0
         while reached + histogram[bucket] < need:
             reached += histogram[bucket]
@@ -46,10 +44,12 @@ def select_cut(keys, masses, unit, need):
         low = max(low, high - (np.int64(1) << shift) + 1)
         if shift == 0:
             break
-    for i in range(keys.shape[0]):
-        if keys[i] == high:
-            tie = np.int64(1) if unit else masses[i]
-            break
+    tie = np.int64(1)
+    if not unit:
+        i = 0
+        while keys[i] != high:
+            i += 1
+        tie = masses[i]
     return np.int32(high), (need - reached + tie - 1) // tie
 
 
@@ -87,9 +87,9 @@ def top_k_floor(logits_V, top_k):
         return LOWEST_KEY
     maxima = np.empty(groups, np.int32)
     for group in range(groups):
-        highest = LOWEST_KEY
-        for j in range(group * _GROUP, min((group + 1) * _GROUP, logits_V.shape[0])):
-            highest = max(highest, order_key(logits_V[j]))
+        highest, group_V = LOWEST_KEY, logits_V[group * _GROUP : (group + 1) * _GROUP]
+        for j in range(group_V.shape[0]):
+            highest = max(highest, order_key(group_V[j]))
         maxima[group] = highest
     return select_cut(maxima, np.empty(0, np.int64), True, top_k)[0]
 
@@ -103,17 +103,24 @@ def gather_candidates(logits_V, peaks_N, peak, parameters, tables, floor, least_
     count = 0
     for block in range(peaks_N.shape[0]):
         if peaks_N[block] >= floor:
-            for j in range(block * BLOCK, min((block + 1) * BLOCK, logits_V.shape[0])):
-                count += order_key(logits_V[j]) >= floor
-    ids, keys, weights = np.empty(count, np.int32), np.empty(count, np.int32), np.empty(count, np.int64)
+            block_V = logits_V[block * BLOCK : (block + 1) * BLOCK]
+            for j in range(block_V.shape[0]):
+                count += order_key(block_V[j]) >= floor
+    # One entry to spare: the next place is written before it is known to be taken, which spares a branch.
+    ids, keys, weights = np.empty(count + 1, np.int32), np.empty(count + 1, np.int32), np.empty(count + 1, np.int64)
     count = 0
     for block in range(peaks_N.shape[0]):
         if peaks_N[block] >= floor:
-            for j in range(block * BLOCK, min((block + 1) * BLOCK, logits_V.shape[0])):
-                key = order_key(logits_V[j])
-                if key >= floor:
-                    weight = weight_of(logits_V[j], peak, parameters, tables)
-                    if weight >= least_weight:
-                        ids[count], keys[count], weights[count] = j, key, weight
-                        count += 1
-    return ids[:count], keys[:count], weights[:count]
+            block_V = logits_V[block * BLOCK : (block + 1) * BLOCK]
+            for j in range(block_V.shape[0]):
+                key = order_key(block_V[j])
+                ids[count], keys[count] = block * BLOCK + j, key
+                count += key >= floor
+    for i in range(count):
+        weights[i] = weight_of(logit_of(keys[i]), peak, parameters, tables)
+    taken = 0
+    for i in range(count):
+        if weights[i] >= least_weight:
+            ids[taken], keys[taken], weights[taken] = ids[i], keys[i], weights[i]
+            taken += 1
+    return ids[:taken], keys[:taken], weights[:taken]

@@ -52,8 +52,9 @@ def store_peaks(logits_V, first, last, peaks_N):
     """Store the greatest order key of each block, or a key above infinity's if any logit is NaN."""
     for block in range(first, last):
         highest, lowest = LOWEST_KEY, NON_FINITE_KEY
-        for j in range(block * BLOCK, min((block + 1) * BLOCK, logits_V.shape[0])):
-            key = order_key(logits_V[j])
+        block_V = logits_V[block * BLOCK : (block + 1) * BLOCK]
+        for j in range(block_V.shape[0]):
+            key = order_key(block_V[j])
             highest, lowest = max(highest, key), min(lowest, key)
         peaks_N[block] = highest if lowest >= NEGATIVE_INFINITY_KEY else NON_FINITE_KEY  # a NaN may sort below -inf
 
@@ -75,10 +76,11 @@ def store_sums(logits_V, first, last, parameters, tables, peak_key, sums_N):
     beta, shift = parameters[BETA], parameters[SHIFT]
     for block in range(first, last):
         total = np.int64(0)
-        for j in range(block * BLOCK, min((block + 1) * BLOCK, logits_V.shape[0])):
-            distance = min(peak - quantised(logits_V[j]), cap)
+        block_V = logits_V[block * BLOCK : (block + 1) * BLOCK]
+        for j in range(block_V.shape[0]):
+            distance = min(peak - quantised(block_V[j]), cap)
             # Explicit, because the mask of a row whose peak saturates below would be at distance zero.
-            distance = cap if logits_V[j] == -np.inf else distance
+            distance = cap if block_V[j] == -np.inf else distance
             total += weight_at(distance, beta, shift, tables)
         sums_N[block] = total
 

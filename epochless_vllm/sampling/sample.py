@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from functools import lru_cache
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,8 +19,6 @@ from epochless_vllm.protocol.draws import Purpose
 from epochless_vllm.sampling.rows import DRAW, KEPT, LO, MAX_VOCABULARY, PARAMETERS, RECORD, STATUS, W
 from epochless_vllm.sampling.tables import build_tables
 from epochless_vllm.sampling.team import run_task, team_size
-
-Rows: TypeAlias = "NDArray[np.int64] | Tensor"
 
 _SERIAL_LOGITS = 1 << 14  # below it, waking the team costs more than it saves
 
@@ -75,8 +73,10 @@ def sample_rows(
         purpose: which of the key's streams to draw from.
     """
     rows, vocabulary = logits_BV.shape
-    assert vocabulary <= MAX_VOCABULARY and parameters_BP.shape == (rows, PARAMETERS)
-    assert keys_B2.shape == (rows, 2) and positions_B.shape == (rows,)
+    assert vocabulary <= MAX_VOCABULARY, f"{vocabulary} logits a row"
+    assert parameters_BP.shape == (rows, PARAMETERS), parameters_BP.shape
+    assert keys_B2.shape == (rows, 2), keys_B2.shape
+    assert positions_B.shape == (rows,), positions_B.shape
     if logits_BV.dtype != torch.float32 or logits_BV.stride(1) != 1:
         logits_BV = logits_BV.to(torch.float32).contiguous()
     if logits_BV.is_cuda and _has("triton"):
@@ -115,24 +115,22 @@ def _sample_rows_compiled(
     parameters_BP = np.ascontiguousarray(parameters_BP, dtype=np.int64)
     keys_B2 = np.ascontiguousarray(keys_B2, dtype=np.uint32)
     positions_B = np.ascontiguousarray(positions_B, dtype=np.int64)
-    token_B = torch.empty(rows, dtype=torch.int64)
-    record_BR = torch.empty((rows, RECORD), dtype=torch.int64)
-    peaks_BN = np.empty((rows, blocks), dtype=np.int32)
-    sums_BN = np.empty((rows, blocks), dtype=np.int64)
-    job = np.zeros(tasks.JOB, dtype=np.int64)
-    address = job.ctypes.data
-    job[tasks.SELF], job[tasks.PURPOSE] = address, purpose
-    job[tasks.LOGITS], job[tasks.STRIDE] = logits_BV.data_ptr(), logits_BV.stride(0)
-    job[tasks.ROWS], job[tasks.VOCABULARY], job[tasks.BLOCKS] = rows, vocabulary, blocks
-    job[tasks.ROW_PARAMETERS], job[tasks.KEYS] = parameters_BP.ctypes.data, keys_B2.ctypes.data
-    job[tasks.POSITIONS], job[tasks.TABLES] = positions_B.ctypes.data, _tables().ctypes.data
-    job[tasks.TOKENS], job[tasks.RECORDS] = token_B.data_ptr(), record_BR.data_ptr()
-    job[tasks.PEAKS], job[tasks.SUMS] = peaks_BN.ctypes.data, sums_BN.ctypes.data
+    sampled = Sampled(torch.empty(rows, dtype=torch.int64), torch.empty((rows, RECORD), dtype=torch.int64))
+    peaks_BN = torch.empty((rows, blocks), dtype=torch.int32)
+    sums_BN = torch.empty((rows, blocks), dtype=torch.int64)
     team = team_size() if rows * vocabulary >= _SERIAL_LOGITS else 1
-    phases = [tasks.ROW_PHASES]
-    if 1 < team and rows < 2 * team:
-        phases = [tasks.PEAKS_PHASE, tasks.SUMS_PHASE, tasks.FINISH_PHASE]
-    for phase in phases:
-        job[tasks.TICKET], job[tasks.PHASE] = 0, phase
-        run_task(tasks.TASK, address, parallel=team > 1 and not (rows == 1 and phase == tasks.FINISH_PHASE))
-    return Sampled(token_B, record_BR)
+    whole_rows = team == 1 or rows >= 2 * team
+    for phase in (tasks.ROW_PHASES,) if whole_rows else (tasks.PEAKS_PHASE, tasks.SUMS_PHASE, tasks.FINISH_PHASE):
+        fields = (
+            0, phase, logits_BV.data_ptr(), logits_BV.stride(0), rows, vocabulary, blocks, _address(parameters_BP),
+            _address(keys_B2), _address(positions_B), int(purpose), _address(_tables()),
+            sampled.tokens.data_ptr(), sampled.records.data_ptr(), peaks_BN.data_ptr(), sums_BN.data_ptr(),
+        )  # fmt: skip
+        job = np.array(fields, dtype=np.int64)
+        run_task(tasks.TASK, _address(job), parallel=team > 1 and (rows > 1 or phase != tasks.FINISH_PHASE))
+    return sampled
+
+
+def _address(array: NDArray[Any]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address

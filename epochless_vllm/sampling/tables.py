@@ -29,13 +29,17 @@ def build_tables() -> NDArray[np.int64]:
     """
     tables = [_powers(8), _powers(16)]
     if tables_digest(tables) != TABLES_DIGEST:
-        raise ConfigurationError("the sampler's tables differ from the recipe's; reinstall epochless-vllm", flag="tables")
+        raise ConfigurationError(
+            "the sampler's tables differ from the recipe's; reinstall epochless-vllm", flag="tables"
+        )
     return np.array(tables, dtype=np.int64)
 
 
 def tables_digest(tables: list[list[int]]) -> Digest:
     """Return the digest of a coarse and a fine table."""
-    return digest("epochless/v1/sampler-tables", b"".join(entry.to_bytes(8, "big") for table in tables for entry in table))
+    return digest(
+        "epochless/v1/sampler-tables", b"".join(entry.to_bytes(8, "big") for table in tables for entry in table)
+    )
 
 
 def _powers(fraction_bits: int) -> list[int]:

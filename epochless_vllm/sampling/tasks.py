@@ -12,13 +12,11 @@ import hashlib
 from pathlib import Path
 
 import numpy as np
-from llvmlite import ir
 from numba import carray, cfunc, types
 from numba.extending import intrinsic
 
 from epochless_vllm.sampling import arithmetic, filters, kernels, rows, tables
 from epochless_vllm.sampling.arithmetic import jit
-from epochless_vllm.sampling.filters import BLOCK
 from epochless_vllm.sampling.kernels import finish_row, row_peak, store_peaks, store_sums
 from epochless_vllm.sampling.rows import PARAMETERS, RECORD
 from epochless_vllm.sampling.tables import ENTRIES
@@ -28,29 +26,28 @@ CHUNK_BLOCKS = 8  # blocks to a ticket: 32 KiB of logits
 
 # Fields of a job.
 (
-    SELF, TICKET, PHASE, LOGITS, STRIDE, ROWS, VOCABULARY, BLOCKS, ROW_PARAMETERS, KEYS, POSITIONS, PURPOSE, TABLES,
+    TICKET, PHASE, LOGITS, STRIDE, ROWS, VOCABULARY, BLOCKS, ROW_PARAMETERS, KEYS, POSITIONS, PURPOSE, TABLES,
     TOKENS, RECORDS, PEAKS, SUMS,
-) = range(17)  # fmt: skip
-JOB = 17
+) = range(16)  # fmt: skip
+JOB = 16
 
 # Values of the phase field.
 PEAKS_PHASE, SUMS_PHASE, FINISH_PHASE, ROW_PHASES = range(4)
 
 
 @intrinsic
-def _take_ticket(typing_context, job_address):  # type: ignore[no-untyped-def]
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        job = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
-        counter = builder.gep(job, [ir.Constant(ir.IntType(64), TICKET)])
-        return builder.atomic_rmw("add", counter, ir.Constant(ir.IntType(64), 1), "monotonic")
+def _take_ticket(typing_context, job):
+    def generate(context, builder, signature, arguments):
+        counter = builder.gep(arguments[0], [context.get_constant(types.int64, TICKET)])
+        return builder.atomic_rmw("add", counter, context.get_constant(types.int64, 1), "monotonic")
 
-    return types.int64(types.int64), generate
+    return types.int64(types.CPointer(types.int64)), generate
 
 
 @intrinsic
-def _pointer(typing_context, address):  # type: ignore[no-untyped-def]
-    def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+def _pointer(typing_context, address):
+    def generate(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
 
     return types.voidptr(types.int64), generate
 
@@ -72,25 +69,23 @@ def _run_phase(job, phase, row, first, last):
         tokens_B = carray(_pointer(job[TOKENS]), (job[ROWS],), np.int64)
         record = carray(_pointer(job[RECORDS] + row * RECORD * 8), (RECORD,), np.int64)
         index, purpose = positions_B[row], job[PURPOSE]
-        tokens_B[row] = finish_row(
-            logits_V, peaks_N, sums_N, parameters, weight_tables, words, index, purpose, record
-        )
+        tokens_B[row] = finish_row(logits_V, peaks_N, sums_N, parameters, weight_tables, words, index, purpose, record)
 
 
 def _compile_task() -> Task:
-    # numba's cache watches this file alone, so the sources of all that is compiled here go into its key, as a closed
-    # over value.
+    # numba's cache watches this file alone. The values a function closes over are part of its key, so the sources of
+    # all that is compiled here go in as one.
     modules = (arithmetic, filters, kernels, rows, tables)
     sources = b"".join(Path(str(module.__file__)).read_bytes() for module in modules)
     fingerprint = int.from_bytes(hashlib.sha256(sources).digest()[:7], "big")
 
-    def run(address):  # type: ignore[no-untyped-def]
+    def run(address):
         job = carray(address, (JOB,))
         phase, blocks = job[PHASE], job[BLOCKS]
-        by_row = phase >= FINISH_PHASE or fingerprint == 0
+        by_row = phase >= FINISH_PHASE or fingerprint < 0  # never below zero: read only to be closed over
         chunk = blocks if by_row else CHUNK_BLOCKS
         chunks = (blocks + chunk - 1) // chunk
-        ticket = _take_ticket(job[SELF])
+        ticket = _take_ticket(address)
         while ticket < job[ROWS] * chunks:
             row, first = ticket // chunks, ticket % chunks * chunk
             last = min(first + chunk, blocks)
@@ -100,7 +95,7 @@ def _compile_task() -> Task:
                 _run_phase(job, FINISH_PHASE, row, first, last)
             else:
                 _run_phase(job, phase, row, first, last)
-            ticket = _take_ticket(job[SELF])
+            ticket = _take_ticket(address)
 
     signature = types.void(types.CPointer(types.int64))
     try:

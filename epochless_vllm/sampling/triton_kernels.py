@@ -77,16 +77,16 @@ def _row_peak(peaks, row, blocks, BLOCKS_P2: tl.constexpr):
 
 
 @triton.jit
-def _normalised(part, total):
-    """Return floor(part * 2**32 / total) for 0 <= part <= total < 2**62."""
-    whole = part == total
-    quotient = part * 0
+def _normalised(parts, totals):
+    """Return floor(part * 2**32 / total) lane by lane, for 0 <= part <= total < 2**62."""
+    whole = parts == totals
+    quotients = parts * 0
     for _ in range(32):
-        part = part << 1
-        fits = part >= total
-        part = tl.where(fits, part - total, part)
-        quotient = (quotient << 1) + fits.to(tl.int64)
-    return tl.where(whole, 1 << 32, quotient)
+        parts = parts << 1
+        fits = parts >= totals
+        parts = tl.where(fits, parts - totals, parts)
+        quotients = (quotients << 1) + fits.to(tl.int64)
+    return tl.where(whole, 1 << 32, quotients)
 
 
 @triton.jit
@@ -270,10 +270,15 @@ def draw_kernel(
     cumulative = below + tl.cumsum(weights, 0)
     inside = tl.sum((cumulative <= target).to(tl.int32))
     above = tl.sum(tl.where(lanes == inside, cumulative, 0))
-    lo = _normalised(above - tl.sum(tl.where(lanes == inside, weights, 0)), total)
+    below = above - tl.sum(tl.where(lanes == inside, weights, 0))
+    # Three shares in the lanes of one long division: below and above of what is kept, and what is kept of the whole.
+    trio = tl.arange(0, 4)
+    parts = tl.where(trio == 0, below, tl.where(trio == 1, above, total))
+    shares = _normalised(parts, tl.where(trio < 2, total, whole))
+    lo = tl.sum(tl.where(trio == 0, shares, 0))
     tl.store(tokens + row, (block * BLOCK + inside).to(tl.int64))
     tl.store(records + 0, lo)
-    tl.store(records + 1, _normalised(above, total) - lo)
+    tl.store(records + 1, tl.sum(tl.where(trio == 1, shares, 0)) - lo)
     tl.store(records + 2, draw)
-    tl.store(records + 3, _normalised(total, whole))
+    tl.store(records + 3, tl.sum(tl.where(trio == 2, shares, 0)))
     tl.store(records + 4, 0)
