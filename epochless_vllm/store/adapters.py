@@ -8,7 +8,7 @@ base model only as far as ``check_base`` is told.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -33,6 +33,7 @@ __all__ = [
     "InspectedAdapter",
     "ModuleShape",
     "check_base",
+    "check_coverage",
     "config_of",
     "inspect_adapter",
     "inspect_parts",
@@ -176,8 +177,23 @@ def check_base(adapter: InspectedAdapter, base: Mapping[str, tuple[int, int] | N
                 reason="base_shape",
                 module=name,
             )
+    check_coverage(adapter, base)
+
+
+def check_coverage(adapter: InspectedAdapter, base: Collection[str]) -> None:
+    """Check that every module of a base model that ``target_modules`` lists has tensors.
+
+    A trainer that loses a layer while saving writes a file that looks whole. Where the adapter uses other names than
+    ``base`` nothing is concluded: a rank, which knows the model's own names, decides.
+
+    Args:
+        base: names of the base model's linear modules, as its checkpoint has them.
+
+    Raises:
+        AdapterConfigError: modules are missing and ``layers_to_transform`` does not say so.
+    """
     targets, document = adapter.document.get("target_modules"), adapter.document
-    if not isinstance(targets, list) or document.get("exclude_modules"):
+    if not isinstance(targets, list) or document.get("exclude_modules") or not set(adapter.modules) <= set(base):
         return
     layers = document.get("layers_to_transform")
     wanted_layers = None if layers in (None, []) else set(layers if isinstance(layers, list) else [layers])

@@ -194,8 +194,6 @@ class _Parser:
         self._take()
         if self._peek() == "?":  # lazy: another order of trying, the same set of matches
             self._take()
-        if self._peek() != "" and self._peek() in "*+?":
-            self._refuse("repeats a repetition")
         size = len(atom)
         if quantifier == "+":
             return [*atom, ("split", 0)] if size else []

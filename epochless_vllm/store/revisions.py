@@ -43,8 +43,6 @@ MANIFEST_NAME = "manifest.json"
 MAX_ADAPTER_BYTES = 16 << 30  # rank 256 on every layer of a 70B model in F32 takes 13 GB
 RESERVED_BYTES = 16 << 20  # left free on the disk, so that an adapter cannot starve the journal beside it
 
-BaseModules = Mapping[str, "tuple[int, int] | None"]
-
 _HEX = re.compile(r"[0-9a-f]{64}")
 
 
@@ -104,13 +102,14 @@ class RevisionStore:
         root: Path | str,
         *,
         max_adapter_bytes: int = MAX_ADAPTER_BYTES,
-        base_modules: BaseModules | None = None,
+        base_modules: Collection[str] = (),
     ) -> None:
         """Open a store, making its directories (mode 0700) if they are missing.
 
         Args:
             max_adapter_bytes: larger adapters are refused.
-            base_modules: if given, each adapter is checked against them before it is copied; see ``check_base``.
+            base_modules: names of the base model's linear modules; an adapter that lists some of them as targets and
+                has no tensors for them is refused. Empty: not checked.
 
         Raises:
             StoreError: the directories cannot be made.
@@ -244,8 +243,7 @@ class RevisionStore:
     # Steps of ingest
 
     def _ingest(self, adapter: InspectedAdapter, read_into: ReadInto, check_unchanged: Callable[[], None]) -> Ingested:
-        if self._base_modules is not None:
-            adapters.check_base(adapter, self._base_modules)
+        adapters.check_coverage(adapter, self._base_modules)
         self._check_room(adapter.byte_length)
         with self._incoming.staging() as directory:
             with create_file(directory / TENSORS_NAME) as file:

@@ -12,8 +12,10 @@ import pytest
 from epochless_vllm.errors import AdapterConfigError, AdapterNotFoundError, EpochlessError, InspectError
 from epochless_vllm.protocol.digests import digest
 from epochless_vllm.protocol.manifest import TensorEntry, manifest_from_parts
-from epochless_vllm.store.adapters import ModuleShape, check_base, config_of, inspect_adapter
+from epochless_vllm.store.adapters import ModuleShape, check_base, check_coverage, config_of, inspect_adapter
+from epochless_vllm.store.base_modules import read_base_modules
 from tests.adapters import ALL_TARGETS, MINUTE, LlamaShape, make_adapter, make_tensors, module_name, tensor_names
+from tests.tiny_model import make_model
 
 Q0 = module_name("q_proj", 0)
 A0, B0 = tensor_names(Q0)
@@ -186,6 +188,30 @@ def test_missing_projection_within_the_stated_layers_is_refused(tmp_path: Path) 
         del tensors[name]
     with pytest.raises(AdapterConfigError):
         checked(tmp_path, tensors=tensors, config={"layers_to_transform": 1})
+
+
+def test_adapter_that_names_modules_otherwise_than_the_checkpoint_is_left_to_the_ranks(tmp_path: Path) -> None:
+    adapter = inspect_adapter(make_adapter(tmp_path, shape=MINUTE, layers=[0]))
+    check_coverage(adapter, [f"language_model.{name}" for name in base_of(MINUTE)])
+    check_coverage(adapter, ())
+    with pytest.raises(AdapterConfigError):
+        check_coverage(adapter, base_of(MINUTE))
+
+
+def test_linear_modules_of_a_base_model_are_read_from_its_headers(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+    modules = read_base_modules(model)
+    shape = LlamaShape.from_config(json.loads((model / "config.json").read_text()))
+    linear = {module_name(t, layer): shape.projection(t) for layer in range(shape.layers) for t in ALL_TARGETS}
+    assert linear.items() <= modules.items()
+    assert set(modules) - set(linear) <= {"lm_head", "model.embed_tokens"}
+    check_base(inspect_adapter(make_adapter(tmp_path / "adapter", shape=shape)), modules)
+    with pytest.raises(AdapterConfigError):
+        check_coverage(inspect_adapter(make_adapter(tmp_path / "partial", shape=shape, layers=[0, 1, 3])), modules)
+    (model / "broken.safetensors").write_bytes(bytes(20))
+    with pytest.raises(InspectError):
+        read_base_modules(model)
+    assert read_base_modules(tmp_path) == {}
 
 
 def manifest_entries(name_b: str = B0, rank_b: int = 2, dtype: str = "F32") -> list[TensorEntry]:

@@ -32,6 +32,7 @@ from epochless_vllm.store.documents import MAX_BYTES, MAX_DEPTH, parse_document
         ("not_finite", b'{"a":NaN}'),
         ("not_finite", b'{"a":-Infinity}'),
         ("not_finite", b'{"a":1e400}'),
+        ("overflow", b'{"a":' + b"9" * 20 + b"}"),
         ("overflow", b'{"a":' + b"9" * 5000 + b"}"),
         ("too_deep", b'{"a":' + b"[" * 100_000),
         ("too_deep", b'{"a":' * (MAX_DEPTH + 1) + b"1" + b"}" * (MAX_DEPTH + 1)),

@@ -166,6 +166,12 @@ def test_alphas_written_as_default_or_as_pattern_are_the_same() -> None:
     }
 
 
+def test_smallest_of_equally_common_values_is_the_default() -> None:
+    config = resolve({Q0: 8, Q1: 4}, rank_pattern={"layers.0.self_attn.q_proj": 8}, alpha_pattern={r".*\.0\..*": 64})
+    assert (config.r, config.rank_pattern) == (4, {Q0: 8})
+    assert (config.lora_alpha, config.alpha_pattern) == ("8", {Q0: "64"})
+
+
 alphas = st.one_of(st.integers(1, 1 << 53), st.floats(1e-300, 2.0**53), st.floats(-(2.0**53), -1e-300))
 configs = st.fixed_dictionaries(
     {
@@ -228,6 +234,7 @@ def test_peft_computes_the_same_scaling_from_the_file_and_from_the_stored_config
         targets=["q_proj", "up_proj", "lm_head"],
         alpha=5,
         task_type=None,
+        base_model_name_or_path=None,
         use_rslora=True,
         rank_pattern={"layers.1.q_proj": 2, "^lm_head": 3},
         alpha_pattern={r".*\.1\..*": 7.5, "q_proj": 6},

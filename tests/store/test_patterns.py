@@ -95,6 +95,9 @@ keys = st.recursive(atoms, with_more, max_leaves=8)
 @example("(a*)*b", "aab")
 @example("^a|b$", "a.b")
 @example("a||b", "a.")
+@example("(a$)?b$", "ab")
+@example("a$b", "ab")
+@example("a$.b", "a.b")
 def test_any_supported_key_matches_exactly_when_peft_says_so(key: str, module: str) -> None:
     try:
         ours = our_first_match([key], module)

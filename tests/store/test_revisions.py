@@ -422,11 +422,13 @@ def test_partial_writes_are_completed(store: RevisionStore, adapter: Path, monke
     store.read(store.ingest_directory(adapter).revision_id)
 
 
-def test_base_model_is_checked_before_anything_is_copied(tmp_path: Path, adapter: Path) -> None:
-    store = RevisionStore(tmp_path / "s", base_modules={"model.layers.0.self_attn.q_proj": None})
-    with pytest.raises(InspectError) as caught:
-        store.ingest_directory(adapter)
-    assert caught.value.fields["reason"] == "unmatched_module"
+def test_missing_layer_is_refused_before_anything_is_copied(tmp_path: Path) -> None:
+    names = [name.removeprefix("base_model.model.")[: -len(".lora_A.weight")] for name in make_tensors(shape=MINUTE)]
+    store = RevisionStore(tmp_path / "store", base_modules=names)
+    assert store.ingest_directory(make_adapter(tmp_path / "whole", shape=MINUTE)).created
+    with pytest.raises(AdapterConfigError, match="no tensors"):
+        store.ingest_directory(make_adapter(tmp_path / "partial", shape=MINUTE, layers=[1]))
+    assert len(store.list()) == 1
 
 
 # Uploads

@@ -121,6 +121,7 @@ REFUSED: list[tuple[str, str, bytes]] = [
     ("empty with a huge dimension", "overflow", one(entry(shape=f"[0,{1 << 62}]", offsets="[0,0]"), data=0)),
     ("empty with huge dimensions", "overflow", one(entry(shape=f"[{1 << 40},0,{1 << 40}]", offsets="[0,0]"), data=0)),
     ("offset of 2**64 - 1", "overflow", one(entry(offsets=f"[0,{(1 << 64) - 1}]"))),
+    ("empty tensor at 2**63", "overflow", one(entry("U8", "[0]", f"[{1 << 63},{1 << 63}]"))),
     ("unknown dtype", "dtype", one(entry(dtype="F33"))),
     ("dtype in lower case", "dtype", one(entry(dtype="f32"))),
     ("empty name", "name", one(entry(), name="")),
@@ -389,6 +390,19 @@ def test_stream_that_ends_inside_its_header_is_refused_without_waiting_for_the_r
     with pytest.raises(InspectError) as caught:
         read_header(lambda _: next(pieces), None)
     assert caught.value.fields["reason"] == "truncated"
+
+
+@pytest.mark.parametrize("excess", [1, 8, 1 << 20])
+def test_header_that_would_pass_the_end_of_the_file_is_refused_before_it_is_read(excess: int) -> None:
+    requested: list[int] = []
+
+    def read(count: int) -> bytes:
+        requested.append(count)
+        return struct.pack("<Q", 100 - 8 + excess)
+
+    with pytest.raises(InspectError) as caught:
+        read_header(read, 100)
+    assert (caught.value.fields["need"], caught.value.fields["have"], requested) == (100 + excess, 100, [8])
 
 
 def test_header_alone_is_read_when_the_length_of_the_data_is_not_known() -> None:
