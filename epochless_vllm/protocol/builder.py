@@ -90,25 +90,33 @@ class ReceiptBuilder:
         Raises:
             ReceiptError: columns differ in length, or a row could never be verified.
         """
-        count = len(tokens)
-        revisions = [revision] * count if isinstance(revision, int) else revision
-        marks = [flags] * count if isinstance(flags, int) else flags
-        filtered = sum(1 for mark in marks if mark & FILTERED)
-        if not count == len(low) == len(width) == len(revisions) == len(marks) or filtered != len(kept):
-            raise ReceiptError("columns of rows differ in length", threat="column_lengths")
         completed: list[Block] = []
-        taken, taken_kept = 0, 0
-        while taken < count:
-            end = min(count, taken + BLOCK_TOKENS - len(self._tokens))
-            self._tokens += tokens[taken:end]
-            self._low += low[taken:end]
-            self._width += width[taken:end]
-            self._extend_runs(list(zip(revisions[taken:end], marks[taken:end], strict=True)), sampler)
-            piece = sum(1 for mark in marks[taken:end] if mark & FILTERED)
-            self._kept += kept[taken_kept : taken_kept + piece]
-            taken, taken_kept = end, taken_kept + piece
-            if len(self._tokens) == BLOCK_TOKENS:
-                completed.append(self._close_block())
+        count = len(tokens)
+        if isinstance(revision, int) and isinstance(flags, int):  # the common case: one step of one revision
+            pieces = [((revision, flags), count)]
+            filtered = count if flags & FILTERED else 0
+        else:
+            revisions = [revision] * count if isinstance(revision, int) else revision
+            marks = [flags] * count if isinstance(flags, int) else flags
+            if not count == len(revisions) == len(marks):
+                raise ReceiptError("columns of rows differ in length", threat="column_lengths")
+            pieces = [(key, len(list(group))) for key, group in groupby(zip(revisions, marks, strict=True))]
+            filtered = sum(rows for (_, mark), rows in pieces if mark & FILTERED)
+        if not count == len(low) == len(width) or filtered != len(kept):
+            raise ReceiptError("columns of rows differ in length", threat="column_lengths")
+        start = kept_start = 0
+        for (row_revision, mark), rows in pieces:
+            while rows:
+                taken = min(rows, BLOCK_TOKENS - len(self._tokens))
+                end, kept_end = start + taken, kept_start + (taken if mark & FILTERED else 0)
+                self._tokens += tokens[start:end]
+                self._low += low[start:end]
+                self._width += width[start:end]
+                self._kept += kept[kept_start:kept_end]
+                self._extend_run(taken, (row_revision, sampler, mark))
+                start, kept_start, rows = end, kept_end, rows - taken
+                if len(self._tokens) == BLOCK_TOKENS:
+                    completed.append(self._close_block())
         return completed
 
     def finish(
@@ -156,16 +164,15 @@ class ReceiptBuilder:
         self._low: list[int] = []
         self._width: list[int] = []
         self._kept: list[int] = []
-        self._runs: list[list[int]] = []
+        self._runs: list[Run] = []
+        self._run_key = (0, 0, 0)
         self._entries: list[RevisionEntry] = []
 
-    def _extend_runs(self, rows: list[tuple[int, int]], sampler: int) -> None:
-        for (revision, mark), group in groupby(rows):
-            count = sum(1 for _ in group)
-            if self._runs and self._runs[-1][1:] == [revision, sampler, mark]:
-                self._runs[-1][0] += count
-            else:
-                self._runs.append([count, revision, sampler, mark])
+    def _extend_run(self, rows: int, key: tuple[int, int, int]) -> None:
+        if self._runs and self._run_key == key:
+            rows += self._runs.pop().rows
+        self._runs.append(Run(rows, *key))
+        self._run_key = key
 
     def _close_block(self) -> Block:
         first, number = self._full_tokens, self._frontier.size
@@ -175,7 +182,7 @@ class ReceiptBuilder:
             low=column(self._low),
             width_less_one=column([width - 1 for width in self._width]),
             kept_less_one=column([mass - 1 for mass in self._kept]),
-            runs=tuple(Run(*run) for run in self._runs),
+            runs=tuple(self._runs),
             revisions=tuple(self._entries),
         )
         check_rows(block, self.header, len(self._table))

@@ -86,15 +86,12 @@ def pack_offsets(low: Sequence[int], width_less_one: Sequence[int], draws: Seque
     """
     packed, used = 0, 0
     for start, most, draw in zip(low, width_less_one, draws, strict=True):
-        least = draw + most - WORD
-        if least < 0:
-            least = 0
-        room = (draw if draw < most else most) - least
-        value = draw - start - least
-        if not 0 <= value <= room:
+        above = WORD - most
+        greatest, least = min(draw, above), max(draw - most, 0)
+        if not least <= start <= greatest:
             raise ReceiptError("a draw lies outside the interval of its token", threat="draw_outside_interval")
-        packed |= value << used
-        used += room.bit_length()
+        packed |= (greatest - start) << used
+        used += (greatest - least).bit_length()
     return packed.to_bytes((used + 7) // 8, "little")
 
 
@@ -110,19 +107,21 @@ def unpack_offsets(
     packed = int.from_bytes(ahead, "little")
     used = 0
     low: list[int] = []
-    append, masks = low.append, _MASKS
+    append, masks, word = low.append, _MASKS, WORD  # locals: this loop is most of a verification's time
     for most, draw in zip(width_less_one, draws, strict=True):
-        least = draw + most - WORD
-        if least < 0:
-            least = 0
-        room = (draw if draw < most else most) - least
+        above = word - most  # the greatest low that keeps the interval inside the whole
+        if draw <= above:
+            start, room = draw, draw if draw < most else most
+        else:
+            rest = word - draw
+            start, room = above, above if above < rest else rest
         bits = room.bit_length()
         value = packed & masks[bits]
         if value > room:
             raise ReceiptError("an offset is beyond the interval its width allows", threat="offset_range")
         packed >>= bits
         used += bits
-        append(draw - least - value)
+        append(start - value)
     consumed = (used + 7) // 8
     if consumed > len(ahead):
         raise ReceiptError("the packed offsets end early", threat="truncated")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import add
 from typing import Any
 
 from epochless_vllm.errors import ReceiptError
@@ -112,9 +113,8 @@ def check_rows(block: Block, header: Header, revisions: int) -> None:
     """Raise ReceiptError unless every row could have been sampled, under a table of ``revisions`` rows."""
     if max(block.tokens) >= header.vocab_size:
         raise ReceiptError("a token id is outside the vocabulary", threat="token_out_of_vocabulary")
-    for low, most in zip(block.low, block.width_less_one, strict=True):
-        if low + most > WORD:
-            raise ReceiptError("an interval leaves [0, 2**32)", threat="interval_bounds")
+    if max(map(add, block.low, block.width_less_one)) > WORD:
+        raise ReceiptError("an interval leaves [0, 2**32)", threat="interval_bounds")
     start = 0
     for run in block.runs:
         if run.revision >= revisions:

@@ -24,6 +24,7 @@ FORMATS = {"json": encode_verbose, "compact": encode_compact, "stream": encode_s
 
 def golden_receipts() -> dict[str, Receipt]:
     return {
+        "example": make_receipt(3),
         "unseeded": make_receipt(70),
         "seeded_stop": make_receipt(9, header=make_header(draw_kind=SEEDED), finish_reason=STOP, last_token=STOP_TOKEN),
         "greedy": make_receipt(66, header=make_header(max_tokens=66, sampler=GREEDY)),

@@ -1,0 +1,254 @@
+"""How large are receipts, how fast are they verified, what do they cost beside serving?
+
+    python benchmarks/bench_receipt.py [--quick] [--stream-tokens N] [--output benchmarks/results/receipt.json]
+
+Sizes are exact. Times are CPU time of one process: the verifier is single-threaded and does no I/O, so its CPU time on
+a busy machine is its wall time on a free core; the latency of one response is given as wall time too. Formats take
+turns within every round, and each figure is the median over rounds. Needs no engine; takes about five minutes, most
+of them for the stream of 10,000,000 tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from epochless_vllm.protocol.builder import ReceiptBuilder, sign_final  # noqa: E402 - the checkout, not an installed copy
+from epochless_vllm.protocol.columns import id_width  # noqa: E402
+from epochless_vllm.protocol.compact import encode_compact  # noqa: E402
+from epochless_vllm.protocol.disclosure import make_disclosure  # noqa: E402
+from epochless_vllm.protocol.draw_window import DrawWindow  # noqa: E402
+from epochless_vllm.protocol.header import Header, reveal_key  # noqa: E402
+from epochless_vllm.protocol.receipts import LENGTH, Receipt  # noqa: E402
+from epochless_vllm.protocol.records import ONE  # noqa: E402
+from epochless_vllm.protocol.stream import (  # noqa: E402
+    encode_block_frame,
+    encode_final_frame,
+    encode_header_frame,
+    encode_stream,
+)
+from epochless_vllm.protocol.verbose import encode_verbose  # noqa: E402
+from epochless_vllm.verify.ed25519 import verify_ed25519  # noqa: E402
+from epochless_vllm.verify.expected import Expected  # noqa: E402
+from epochless_vllm.verify.receipt import StreamVerifier, verify_receipt  # noqa: E402
+from tests.protocol.receipt_factory import (  # noqa: E402
+    GREEDY,
+    NONCE,
+    NUCLEUS,
+    REQUEST_SEED,
+    SAMPLED,
+    SIGNER,
+    make_header,
+    make_receipt,
+    make_rows,
+    seed_of,
+)
+
+FORMATS: dict[str, Callable[[Receipt], bytes]] = {
+    "compact": encode_compact,
+    "stream": encode_stream,
+    "verbose": encode_verbose,
+}
+KNOWN = {"public_key": SIGNER.public_key, "nonce": NONCE}
+LENGTHS = (1, 2, 3, 7, 16, 63, 64, 65, 100, 256, 1000, 4096)
+
+
+def fixed_bytes(receipt: Receipt) -> int:
+    """Bytes of a compact receipt with one flag run that do not depend on its rows."""
+    return 4 + 4 + len(receipt.header.encoded) + 4 + len(receipt.final.encoded) + 96 + 4 + 9
+
+
+def receipt_of(header: Header, count: int, sharpness: float) -> Receipt:
+    builder = ReceiptBuilder(header)
+    builder.append(*make_rows(header, 0, count, random.Random(count), sharpness=sharpness))
+    return builder.seal(LENGTH, SIGNER, seed=seed_of(header))
+
+
+def measure_sizes() -> dict[str, Any]:
+    """Proof bytes a token in the compact form, token ids excluded, over lengths and shapes of distribution.
+
+    ``sharpness`` s gives widths 1 - u**s: 0.1 a flat distribution, 1 uniform probabilities, 10 a peaked one.
+    """
+    table = {}
+    for sharpness in (0.1, 0.5, 1.0, 2.0, 10.0):
+        sizes, tokens, worst = 0, 0, 0.0
+        for count in LENGTHS:
+            receipt = receipt_of(make_header(max_tokens=count), count, sharpness)
+            ids = count * id_width(receipt.header.vocab_size)
+            size = len(encode_compact(receipt)) - fixed_bytes(receipt) - ids
+            sizes, tokens, worst = sizes + size, tokens + count, max(worst, size / count)
+        table[str(sharpness)] = {"mean": round(sizes / tokens, 3), "max": round(worst, 3)}
+    long_header = make_header(
+        max_tokens=131_072, request_id="chatcmpl-" + "f" * 36, nonce="n" * 64, sampler=NUCLEUS, choice_index=127
+    )
+    whole = {
+        name: {kind: len(encode(receipt)) / 1000 for kind, encode in FORMATS.items()}
+        for name, receipt in (
+            ("sampled", receipt_of(make_header(max_tokens=1000, sampler=SAMPLED), 1000, 2.0)),
+            ("greedy", make_receipt(1000, header=make_header(max_tokens=1000, sampler=GREEDY))),
+            ("filtered", make_receipt(1000, header=make_header(max_tokens=1000, sampler=NUCLEUS))),
+        )
+    }
+    return {
+        "proof_bytes_per_token": table,
+        "proof_bytes_per_token_max": max(row["max"] for row in table.values()),
+        "proof_bytes_per_token_mean": round(statistics.mean(row["mean"] for row in table.values()), 3),
+        "fixed_bytes": fixed_bytes(make_receipt(1000)),
+        "fixed_bytes_long_ids": fixed_bytes(make_receipt(1000, header=long_header, finish_reason="abort")),
+        "all_bytes_per_token_of_1000": whole,
+        "disclosure_bytes_of_100000": len(
+            make_disclosure(receipt_of(make_header(max_tokens=100_000), 100_000, 2.0), 50_000).encode()
+        ),
+    }
+
+
+def timed(task: Callable[[], object]) -> tuple[float, float]:
+    """Return (CPU seconds, wall seconds)."""
+    cpu, wall = time.process_time(), time.perf_counter()
+    task()
+    return time.process_time() - cpu, time.perf_counter() - wall
+
+
+def measure_verification(tokens: int, rounds: int) -> dict[str, Any]:
+    large = receipt_of(make_header(max_tokens=tokens), tokens, 2.0)
+    short = receipt_of(make_header(max_tokens=1000), 1000, 2.0)
+    payloads = {kind: (encode(large), encode(short)) for kind, encode in FORMATS.items()}
+    samples: dict[str, list[tuple[float, float]]] = {}
+    message, signature = b"m" * 600, SIGNER.sign(b"m" * 600)
+    for _ in range(rounds):
+        for kind, (long_payload, short_payload) in payloads.items():
+            samples.setdefault(kind, []).append(timed(lambda p=long_payload: verify_receipt(p, **KNOWN)))
+            samples.setdefault(kind + " 1000", []).append(timed(lambda p=short_payload: verify_receipt(p, **KNOWN)))
+        samples.setdefault("ed25519", []).append(timed(lambda: verify_ed25519(SIGNER.public_key, message, signature)))
+
+    def median(name: str, which: int) -> float:
+        return statistics.median(sample[which] for sample in samples[name])
+
+    return {
+        "tokens": tokens,
+        "tokens_per_cpu_second": {kind: round(tokens / median(kind, 0)) for kind in FORMATS},
+        "tokens_per_wall_second": {kind: round(tokens / median(kind, 1)) for kind in FORMATS},
+        "tokens_per_cpu_second_best": {kind: round(tokens / min(s[0] for s in samples[kind])) for kind in FORMATS},
+        "ms_1000_tokens_cpu": {kind: round(1e3 * median(kind + " 1000", 0), 2) for kind in FORMATS},
+        "ms_1000_tokens_wall": {kind: round(1e3 * median(kind + " 1000", 1), 2) for kind in FORMATS},
+        "ms_ed25519_cpu": round(1e3 * median("ed25519", 0), 2),
+    }
+
+
+def measure_building(tokens: int, rounds: int) -> dict[str, Any]:
+    """CPU microseconds a token: rows appended one step at a time, and the receipt encoded."""
+    header = make_header(max_tokens=tokens)
+    ids, low, width = make_rows(header, 0, tokens, random.Random(1), sharpness=2.0)
+
+    def one_by_one() -> None:
+        builder = ReceiptBuilder(header)
+        for i in range(tokens):
+            builder.append(ids[i : i + 1], low[i : i + 1], width[i : i + 1])
+
+    def by_sixteen() -> None:
+        builder = ReceiptBuilder(header)
+        for i in range(0, tokens, 16):
+            builder.append(ids[i : i + 16], low[i : i + 16], width[i : i + 16])
+
+    receipt = receipt_of(header, tokens, 2.0)
+    tasks: dict[str, Callable[[], object]] = {
+        "append_1": one_by_one,
+        "append_16": by_sixteen,
+        **{f"encode_{kind}": lambda encode=encode: encode(receipt) for kind, encode in FORMATS.items()},
+    }
+    samples: dict[str, list[float]] = {name: [] for name in tasks}
+    for _ in range(rounds):
+        for name, task in tasks.items():
+            samples[name].append(timed(task)[0])
+    return {name: round(1e6 * statistics.median(values) / tokens, 3) for name, values in samples.items()}
+
+
+def run_stream(tokens: int) -> dict[str, Any]:
+    """Make and verify one stream block by block in this process; report time and the peak of its memory."""
+    blocks = -(-tokens // 64)
+    header = make_header(max_tokens=64 * blocks)
+    key = reveal_key(header, REQUEST_SEED)
+    assert key is not None
+    builder, window = ReceiptBuilder(header, keep_blocks=False), DrawWindow(key)
+    verifier = StreamVerifier(Expected(**KNOWN))
+    verifier.feed(encode_header_frame(header))
+    spent = total_bytes = 0.0
+    ids = list(range(3, 67))
+    for number in range(blocks):
+        draws = window.read(64 * number, 64)
+        low = [value // 2 for value in draws]
+        width = [ONE - value // 2 - (ONE - value) // 3 for value in draws]
+        (block,) = builder.append(ids, low, width)
+        frame = encode_block_frame(block, draws)
+        total_bytes += len(frame)
+        began = time.process_time()
+        verifier.feed(frame)
+        spent += time.process_time() - began
+    _, final = builder.finish(LENGTH, seed=REQUEST_SEED)
+    verifier.feed(encode_final_frame(final, sign_final(final, SIGNER)))
+    began = time.process_time()
+    verified = verifier.close()
+    spent += time.process_time() - began
+    return {
+        "tokens": verified.tokens,
+        "verdict": verified.verdict.value,
+        "megabytes": round(total_bytes / 1e6, 1),
+        "tokens_per_cpu_second": round(verified.tokens / spent),
+        "peak_rss_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
+    }
+
+
+def measure_streams(longest: int) -> list[dict[str, Any]]:
+    """Run each length in a process of its own, so that peaks compare."""
+    return [
+        json.loads(subprocess.check_output([sys.executable, __file__, "--run-stream", str(tokens)]))
+        for tokens in (longest // 100, longest)
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few rounds, a short stream")
+    parser.add_argument("--stream-tokens", type=int)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--run-stream", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.run_stream:
+        print(json.dumps(run_stream(options.run_stream)))
+        return
+    rounds = 5 if options.quick else 25
+    result = {
+        "machine": {
+            "cpus": os.cpu_count(),
+            "load_average": [round(value, 1) for value in os.getloadavg()],
+            "processor": platform.machine(),
+            "python": platform.python_version(),
+        },
+        "sizes": measure_sizes(),
+        "verification": measure_verification(20_000 if options.quick else 64_000, rounds),
+        "building_us_per_token": measure_building(6_400, rounds),
+        "streams": measure_streams(options.stream_tokens or (200_000 if options.quick else 10_000_000)),
+    }
+    text = json.dumps(result, indent=2)
+    print(text)
+    if options.output:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
