@@ -119,12 +119,13 @@ def _copy_one(read_into: ReadInto, record: TensorRecord, buffer: memoryview, tar
         hasher.update(piece)
         index = find_non_finite(record.dtype, piece)
         if index is not None:
+            element = done // width + index
             raise InspectError(
-                f"tensor {record.name[:200]}: element {done // width + index} is not finite; the trainer diverged, or "
-                "wrote the file while it was read",
+                f"tensor {record.name[:200]}: element {element} is not finite; the trainer diverged, or wrote the file "
+                "while it was read",
                 reason="not_finite",
                 tensor=record.name[:200],
-                index=done // width + index,
+                index=element,
             )
         _write(target, piece, offset + done)
         done += len(piece)

@@ -182,6 +182,10 @@ def test_missing_layer_is_refused_unless_the_configuration_says_so(tmp_path: Pat
     checked(tmp_path / "said", layers=[0], config={"target_modules": [module_name(t, 0) for t in ALL_TARGETS]})
 
 
+def test_missing_layer_is_not_missed_where_modules_were_excluded(tmp_path: Path) -> None:
+    checked(tmp_path, layers=[0], config={"exclude_modules": r".*\.1\..*"})
+
+
 def test_missing_projection_within_the_stated_layers_is_refused(tmp_path: Path) -> None:
     tensors = make_tensors(shape=MINUTE, layers=[1])
     for name in tensor_names(module_name("up_proj", 1)):

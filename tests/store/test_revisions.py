@@ -359,19 +359,23 @@ def test_source_is_read_once_from_start_to_end(
     assert sum(counts) == size
 
 
-def test_ingest_holds_one_chunk_of_a_large_adapter_in_memory(store: RevisionStore, tmp_path: Path) -> None:
-    tensors = {
-        name: np.ones((2, 1 << 20) if "lora_A" in name else (1 << 20, 2))
-        for name in list(make_tensors(layers=[0], targets=["q_proj"]))
-    }
+def test_adapter_of_many_chunks_is_copied_exactly_with_one_chunk_in_memory(
+    store: RevisionStore, tmp_path: Path
+) -> None:
+    generator = np.random.default_rng(0)
+    name_a, name_b = make_tensors(layers=[0], targets=["q_proj"])
+    long = blobs.CHUNK_BYTES + 12345
+    tensors = {name_a: generator.random((2, long), np.float32), name_b: generator.random((long, 2), np.float32)}
     directory = make_adapter(tmp_path / "large", rank=2, tensors=tensors)
     tracemalloc.start()
     try:
-        store.ingest_directory(directory)
+        ingested = store.ingest_directory(directory)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
     assert peak < 4 * blobs.CHUNK_BYTES
+    stored = store.read(ingested.revision_id)
+    assert all(bytes(stored.tensors[name]) == tensors[name].tobytes() for name in tensors)
 
 
 def test_adapter_larger_than_allowed_is_refused_before_it_is_copied(tmp_path: Path, adapter: Path) -> None:

@@ -176,7 +176,7 @@ def test_character_device_is_refused(adapter: Path) -> None:
         inspect_adapter(adapter)
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/etc/passwd")])
 def test_regular_file_replaced_after_the_check_is_refused_without_blocking(
     adapter: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], None]
 ) -> None:
@@ -185,13 +185,21 @@ def test_regular_file_replaced_after_the_check_is_refused_without_blocking(
     path.unlink()
     make(path)
     monkeypatch.setattr(os, "stat", lambda *_, **__: before)
-    with pytest.raises(PathRefusedError, match="not a regular file"):
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(PathRefusedError, match=r"not a regular file|link"):
         inspect_adapter(adapter)
+    assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
 @pytest.mark.parametrize(
     "twin",
-    ["Adapter_Config.json", "ADAPTER_MODEL.SAFETENSORS", "adapter_con\ufb01g.json", "adapter_model.safeten\u017fors"],
+    [
+        "Adapter_Config.json",
+        "ADAPTER_MODEL.SAFETENSORS",
+        "adapter_con\ufb01g.json",
+        "\uff41dapter_config.json",
+        "adapter_model.safeten\u017fors",
+    ],
 )
 def test_file_name_that_looks_like_another_is_refused(adapter: Path, twin: str) -> None:
     (adapter / twin).write_bytes(b"")
