@@ -1,6 +1,6 @@
 """How large are receipts, how fast are they verified, what do they cost beside serving?
 
-    python benchmarks/bench_receipt.py [--quick] [--stream-tokens N] [--output benchmarks/results/receipt.json]
+    python benchmarks/bench_receipt.py [--quick] [--stream-tokens N]
 
 Sizes are exact. Times are CPU time of one process: the verifier is single-threaded and does no I/O, so its CPU time on
 a busy machine is its wall time on a free core; the latency of one response is given as wall time too. Formats take
@@ -220,11 +220,81 @@ def measure_streams(longest: int) -> list[dict[str, Any]]:
     ]
 
 
+REPORT = """# Receipts: size, verification, cost
+
+Written by `python benchmarks/bench_receipt.py --output benchmarks/results/receipt.json --report benchmarks/receipt.md`;
+every figure is from that one run. Times are CPU time of one core, medians over rounds in which the formats take turns;
+wall time stands beside it where a person waits for it. {machine}
+
+| what | figure | wanted |
+|---|---|---|
+| proof, compact, bytes a token, token ids excluded: most | {proof_max:.2f} | ≤ 8.00 |
+| … mean over flat to peaked distributions and lengths 1 to 4,096 | {proof_mean:.2f} | < 7.9 |
+| bytes that do not depend on the tokens (long ids, filters: {fixed_long}) | {fixed} | ≤ 2,048 |
+| verification, compact, tokens/s | {compact:,} | ≥ 400,000 |
+| verification, stream, tokens/s | {stream:,} | |
+| verification, verbose, tokens/s | {verbose:,} | |
+| 1,000-token response, compact, with signature: CPU ms (wall {wall_ms} ms) | {cpu_ms} | ≤ 15 |
+| of that, Ed25519 ms | {ed25519} | |
+| stream of {long_tokens:,} tokens: peak memory of maker and verifier, MiB | {long_rss} | constant |
+| stream of {short_tokens:,} tokens: the same | {short_rss} | |
+| building, µs a token, one token a step | {append_1} | |
+| building, µs a token, sixteen tokens a step | {append_16} | |
+| encoding compact, µs a token | {encode_compact} | |
+
+A filtered row (top-k, top-p, min-p) adds the 4 bytes of its kept mass, a greedy row adds nothing. All bytes of a
+1,000-token response, fixed ones and token ids included, per token: {whole}. Disclosure of one token out of 100,000:
+{disclosure:,} bytes.
+
+Proof bytes by shape of the distribution (widths are 1 - u^s of the mass, u uniform; the most is at the shortest
+responses, where a byte's padding counts for most):
+
+| s | mean | most |
+|---|---|---|
+{shapes}
+"""
+
+
+def render(result: dict[str, Any]) -> str:
+    """Return the report's text."""
+    sizes, times, building = result["sizes"], result["verification"], result["building_us_per_token"]
+    short, long = result["streams"]
+    machine = result["machine"]
+    whole = "; ".join(
+        f"{name} " + ", ".join(f"{kind} {value:.1f}" for kind, value in kinds.items())
+        for name, kinds in sizes["all_bytes_per_token_of_1000"].items()
+    )
+    shapes = sizes["proof_bytes_per_token"].items()
+    return REPORT.format(
+        machine=f"Python {machine['python']}, {machine['processor']}, {machine['cpus']} cores, load average "
+        f"{machine['load_average'][0]} when it began (other work ran beside it if that is not near zero).",
+        proof_max=sizes["proof_bytes_per_token_max"],
+        proof_mean=sizes["proof_bytes_per_token_mean"],
+        fixed=sizes["fixed_bytes"],
+        fixed_long=sizes["fixed_bytes_long_ids"],
+        **times["tokens_per_cpu_second"],
+        wall_ms=times["ms_1000_tokens_wall"]["compact"],
+        cpu_ms=times["ms_1000_tokens_cpu"]["compact"],
+        ed25519=times["ms_ed25519_cpu"],
+        long_tokens=long["tokens"],
+        long_rss=long["peak_rss_mib"],
+        short_tokens=short["tokens"],
+        short_rss=short["peak_rss_mib"],
+        append_1=building["append_1"],
+        append_16=building["append_16"],
+        encode_compact=building["encode_compact"],
+        whole=whole,
+        disclosure=sizes["disclosure_bytes_of_100000"],
+        shapes="\n".join(f"| {name} | {row['mean']:.2f} | {row['max']:.2f} |" for name, row in shapes),
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few rounds, a short stream")
     parser.add_argument("--stream-tokens", type=int)
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--report", type=Path)
     parser.add_argument("--run-stream", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run_stream:
@@ -248,6 +318,8 @@ def main() -> None:
     if options.output:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.write_text(text + "\n")
+    if options.report:
+        options.report.write_text(render(result))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from decimal import Decimal, localcontext
+from decimal import Context, Decimal, localcontext
 from typing import Any
 
 from epochless_vllm.errors import ReceiptError
@@ -44,7 +44,10 @@ def read_response(payload: bytes, choice_index: int) -> ResponseClaims:
     choices = _parse(payload).get("choices")
     if not isinstance(choices, list):
         raise _refusal("no choices")
-    matching = [item for item in choices if isinstance(item, dict) and item.get("index") == choice_index]
+    indices = [item.get("index") if isinstance(item, dict) else None for item in choices]
+    matching = [
+        item for item, index in zip(choices, indices, strict=True) if type(index) is int and index == choice_index
+    ]
     if len(matching) != 1:
         raise _refusal(f"{len(matching)} choices have index {choice_index}")
     choice = matching[0]
@@ -65,11 +68,11 @@ def compare_logprobs(expected: Sequence[Decimal], width_less_one: Sequence[int],
     claimed = expected[first : first + len(width_less_one)]
     if len(claimed) != len(width_less_one):
         raise ReceiptError("fewer log-probabilities than tokens", threat="logprob_mismatch")
-    with localcontext() as context:
-        context.prec = 28
+    with localcontext(Context(prec=28, traps=[])):  # what overflows or is no number is merely far away
         whole = Decimal(WORD + 1).ln()
         for place, (value, most) in enumerate(zip(claimed, width_less_one, strict=True)):
-            if abs(Decimal(most + 1).ln() - whole - value) > LOGPROB_TOLERANCE:
+            distance = abs(Decimal(most + 1).ln() - whole - Decimal(value))
+            if distance.is_nan() or distance > LOGPROB_TOLERANCE:
                 raise ReceiptError(
                     f"the log-probability at position {first + place} is not the receipt's", threat="logprob_mismatch"
                 )
@@ -80,7 +83,7 @@ def _parse(payload: bytes) -> dict[str, Any]:
         raise _refusal("too large")
     try:
         value = json.loads(payload.decode("utf-8"), parse_float=Decimal, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, ArithmeticError, RecursionError) as error:  # ArithmeticError: an exponent beyond decimal's
         raise _refusal("not UTF-8 JSON") from error
     if not isinstance(value, dict):
         raise _refusal("not an object")

@@ -108,6 +108,9 @@ def test_pinned_id_binds_every_byte_but_the_signature() -> None:
         ("public_key", type(SIGNER)(2).public_key, "key_mismatch"),
         ("token_ids", [], "token_inserted"),
         ("logprobs", [], "logprob_mismatch"),
+        ("logprobs", [float("nan")] * 150, "logprob_mismatch"),
+        ("logprobs", [Decimal("1e999999")] * 150, "logprob_mismatch"),
+        ("logprobs", [Decimal("-Infinity")] * 150, "logprob_mismatch"),
     ],
 )
 def test_expectation_that_is_not_kept_is_refused(pin: str, value: Any, code: str) -> None:
@@ -183,6 +186,7 @@ def test_response_beside_its_receipt_is_accepted(name: str) -> None:
         ({"epochless": {"receipt_id": named_digest("x")}}, "receipt_id"),
         ({"epochless": {"logprobs": [-0.5] * 150}}, "logprob_mismatch"),
         ({"epochless": {"logprobs": [-0.5]}}, "logprob_mismatch"),
+        ({"epochless": {"logprobs": [10**400] * 150}}, "logprob_mismatch"),
         ({"epochless": {"logprobs": ["x"]}}, "response_form"),
         ({"token_ids": [1.5]}, "not_integer"),
         ({"token_ids": {}}, "wrong_type"),
@@ -195,7 +199,20 @@ def test_response_that_contradicts_its_receipt_is_refused(changes: dict[str, Any
     assert refusal(verbose_of("sampled"), **known(), response=response("sampled", **changes)) == code
 
 
-@pytest.mark.parametrize("payload", [b"", b"{}", b"[]", b"\xff", b'{"choices":3}', b"[" * 100_000, b'{"choices":NaN}'])
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"{}",
+        b"[]",
+        b"\xff",
+        b'{"choices":3}',
+        b"[" * 100_000,
+        b'{"choices":NaN}',
+        b'{"choices":' + b"1" * 5000 + b"}",
+        b'{"choices":1e99999999999999999999}',
+    ],
+)
 def test_bytes_that_are_no_response_are_refused(payload: bytes) -> None:
     assert refusal(verbose_of("sampled"), **known(), response=payload) == "response_form"
 
