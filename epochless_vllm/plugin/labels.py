@@ -96,13 +96,14 @@ def label_response(response: Any, request: Any) -> Any:
 
 
 def install() -> None:
-    """Replace the patch's hook, and wrap the constructor of Responses bodies.
+    """Replace the patch's hook, and wrap what names the model of Responses and pooling bodies.
 
     Raises:
         SeamError: a target is missing; without the hook the engine is not patched.
     """
     from vllm.entrypoints.generate.base.serving import GenerateBaseServing
     from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
+    from vllm.entrypoints.pooling.base.serving import PoolingBaseServing
 
     if not hasattr(GenerateBaseServing, "annotate_choice"):
         raise SeamError(
@@ -110,6 +111,8 @@ def install() -> None:
         )
     if not hasattr(ResponsesResponse, "from_request"):
         raise SeamError("ResponsesResponse has no from_request", target="from_request")
+    if not hasattr(PoolingBaseServing, "_init_ctx"):
+        raise SeamError("PoolingBaseServing has no _init_ctx", target="_init_ctx")
     GenerateBaseServing.annotate_choice = annotate_choice
     original = ResponsesResponse.from_request.__func__
     if getattr(original, "_epochless", False):
@@ -120,3 +123,14 @@ def install() -> None:
 
     from_request._epochless = True  # type: ignore[attr-defined]  # the mark of an installed seam
     ResponsesResponse.from_request = classmethod(from_request)
+    PoolingBaseServing._init_ctx = _naming_the_revision(PoolingBaseServing._init_ctx)
+
+
+def _naming_the_revision(original: Any) -> Any:
+    async def _init_ctx(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        context = await original(self, *arguments, **keywords)
+        if context.lora_request is not None:
+            context.model_name = context.lora_request.lora_name
+        return context
+
+    return _init_ctx

@@ -1,4 +1,7 @@
-"""The front end on a real server: every route, its labels, retirement beside streams, requests that arrive late."""
+"""The front end on a real server of two API server processes, so that everything here holds across them.
+
+Every route, its labels, retirement beside streams, requests that arrive late.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(root: Path) -> Iterator[Server]:
     flags = ("--max-loras", "4", "--max-cpu-loras", "12", "--lora-modules", f"static={root / 'r5'}")
-    with running(root, *flags, VLLM_ALLOW_RUNTIME_LORA_UPDATING="1") as server:
+    with running(root, "--api-server-count", "2", *flags) as server:
         yield server
 
 
@@ -304,32 +307,16 @@ def test_metrics_have_our_series_and_no_name_of_a_policy_or_revision(server: Ser
     assert not any(policy in line or "sha256" in line for line in ours)
 
 
-@pytest.fixture(scope="module")
-def two_front_ends(root: Path, server: Server) -> Iterator[Server]:
-    other = root / "two"
-    other.mkdir()
-    (other / "model").symlink_to(root / "model")
-    with running(other, "--api-server-count", "2", "--max-cpu-loras", "8") as both:
-        yield both
-
-
-def test_what_one_api_server_publishes_every_api_server_serves_at_once(two_front_ends: Server, root: Path) -> None:
-    pids = set()
+def test_what_one_api_server_publishes_every_api_server_serves_at_once(server: Server, policy: str, root: Path) -> None:
     for step in range(1, 5):
-        reply = two_front_ends.publish(root / f"r{step}", "policy", step=step)
+        reply = server.publish(root / f"r{step}", policy, step=step)
         for _ in range(12):
-            answer = two_front_ends.complete("policy", prompt="x", max_tokens=1)
+            answer = server.complete(policy, prompt="x", max_tokens=1)
             assert answer["model"] == reply["lora_name"]
-            assert two_front_ends.get("/weight_info")["step"] == step
-    text = two_front_ends.log.read_text()
-    pids = {
-        line.split("pid=")[1].split(")")[0] for line in text.splitlines() if "ApiServer_" in line and "pid=" in line
-    }
-    assert len(pids) == 2, "both front ends must have served"
-    two_front_ends.post("/v1/unload_lora_adapter", lora_name="policy-v1")
-    two_front_ends.wait_for("policy", 1, "retired")
+            assert server.get(f"/weight_info?policy={policy}")["step"] == step
+    lines = [line for line in server.log.read_text().splitlines() if "ApiServer_" in line and '"POST /v1' in line]
+    assert len({line.split("pid=")[1].split(")")[0] for line in lines}) == 2, "both processes must have served"
+    server.post("/v1/unload_lora_adapter", lora_name=f"{policy}-v1")
+    server.wait_for(policy, 1, "retired")
     for _ in range(12):
-        assert two_front_ends.post("/v1/completions", model="policy-v1", prompt="x").status_code == 410
-    with two_front_ends.client() as client:
-        metrics = client.get("/metrics").text
-    assert 'epochless:publications_total{outcome="committed"} 4.0' in metrics
+        assert server.post("/v1/completions", model=f"{policy}-v1", prompt="x").status_code == 410

@@ -423,3 +423,31 @@ def test_the_event_loop_runs_on_while_a_publish_blocks(tmp_path: Path) -> None:
         assert (await publishing).status_code == 200
 
     run_front_end(tmp_path / "store", scenario)
+
+
+def test_our_routes_take_the_place_of_vllms_and_are_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from argparse import Namespace
+
+    from fastapi import FastAPI
+    from vllm.entrypoints.serve.lora import api_router
+
+    from epochless_vllm.plugin import routes
+
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    monkeypatch.setattr(api_router, "attach_router", api_router.attach_router)
+    routes.install()
+    routes.install()
+    found: dict[bool, list[Any]] = {}
+    for enabled in (True, False):
+        app = FastAPI()
+        config = {"epochless": {"store": "/tmp/store"}} if enabled else {}
+        app.state.args = Namespace(additional_config=config, api_key=["k"])
+        api_router.attach_router(app)
+        found[enabled] = [
+            (route.endpoint.__module__, route.path)
+            for route in app.routes
+            if "lora_adapter" in getattr(route, "path", "")
+        ]
+    assert sorted(path for _, path in found[True]) == sorted([*PUBLISH, *RETIRE])
+    assert {module for module, _ in found[True]} == {"epochless_vllm.plugin.routes"}
+    assert {module for module, _ in found[False]} == {"vllm.entrypoints.serve.lora.api_router"}

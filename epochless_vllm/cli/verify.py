@@ -1,0 +1,120 @@
+"""Verify a receipt, offline: its bytes, its tree and final record, its draws, and that it agrees with what you give: a
+key, a nonce, the response. What you leave out is named in the caveats."""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import binascii
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from epochless_vllm.cli.output import Output
+from epochless_vllm.errors import InvalidRequestError
+
+MAX_RECEIPT_BYTES = 256 << 20  # a verbose receipt of the longest context is far below
+# What precedes the 32 bytes of an Ed25519 key in a SubjectPublicKeyInfo, which PEM files hold.
+ED25519_PREFIX = bytes.fromhex("302a300506032b6570032100")
+KEY_BYTES = 32
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's options."""
+    parser.add_argument("receipt", help="file of the receipt in any format; - for standard input")
+    parser.add_argument("--public-key", metavar="FILE", help="the server's Ed25519 key: PEM, 64 hex digits or 32 bytes")
+    parser.add_argument("--receipt-id", metavar="ID", help="the id you learned over another channel")
+    parser.add_argument("--response", metavar="FILE", help="the response as received: pins tokens, reason and versions")
+    parser.add_argument("--nonce", help="the nonce you sent")
+    parser.add_argument("--request-id", metavar="ID", help="the request id you were answered with")
+    parser.add_argument("--base", metavar="DIGEST", help="the base model you trust")
+    parser.add_argument("--revision", action="append", metavar="DIGEST", help="a revision you trust; repeatable")
+    parser.add_argument("--seed", type=int, help="the seed you sent")
+    parser.add_argument("--seed-commitment", metavar="DIGEST", help="the commitment published before your request")
+    parser.add_argument("--allow-incomplete", action="store_true", help="accept a stream that lacks its final record")
+
+
+def run(arguments: argparse.Namespace, output: Output) -> int:
+    """Verify and print the verdict.
+
+    Raises:
+        ReceiptError: refused; ``threat`` says what it would have got away with.
+    """
+    from epochless_vllm.verify import describe, verify_receipt
+
+    verified = verify_receipt(
+        read_file(arguments.receipt, field="receipt"),
+        public_key=None if arguments.public_key is None else read_public_key(arguments.public_key),
+        receipt_id=arguments.receipt_id,
+        nonce=arguments.nonce,
+        request_id=arguments.request_id,
+        base=arguments.base,
+        revisions=arguments.revision,
+        seed=arguments.seed,
+        seed_commitment=arguments.seed_commitment,
+        response=None if arguments.response is None else read_file(arguments.response, field="response"),
+        allow_incomplete=arguments.allow_incomplete,
+    )
+    described = describe(verified)
+    output.value(described)
+    _print(described, output)
+    return 0
+
+
+def _print(described: dict[str, Any], output: Output) -> None:
+    output.line(f"{described['verdict']}  {described['tokens']} tokens, anchor: {described['anchor']}")
+    output.line(f"receipt  {described['receipt_id'] or 'incomplete'}")
+    output.line(f"request  {described['request_id']}, nonce {described['nonce'] or 'none'}")
+    for span in described["weight_versions"] or ():
+        step = "" if span["step"] is None else f" (step {span['step']})"
+        output.line(f"sampled  {span['start']}-{span['end']}  {span['version']}{step}")
+    for span in described["kv"] or ():
+        output.line(f"kv       {span['start']}-{span['end']}  {span['version']}")
+    for caveat in described["caveats"]:
+        output.line(f"caveat   {caveat}")
+
+
+def read_file(name: str, *, field: str) -> bytes:
+    """Return the bytes of a file, or of standard input for ``-``.
+
+    Raises:
+        InvalidRequestError: it cannot be read, or is larger than any receipt.
+    """
+    try:
+        if name == "-":
+            payload = sys.stdin.buffer.read(MAX_RECEIPT_BYTES + 1)
+        else:
+            with Path(name).open("rb") as file:
+                payload = file.read(MAX_RECEIPT_BYTES + 1)
+    except OSError as error:
+        raise InvalidRequestError(f"{field}: {name}: {error.strerror}", field=field) from error
+    if len(payload) > MAX_RECEIPT_BYTES:
+        raise InvalidRequestError(f"{field}: {name}: larger than {MAX_RECEIPT_BYTES} bytes", field=field)
+    return payload
+
+
+def read_public_key(name: str) -> bytes:
+    """Return the raw 32 bytes of an Ed25519 key file.
+
+    Raises:
+        InvalidRequestError: the file holds no such key.
+    """
+    content = read_file(name, field="public-key")
+    if len(content) == KEY_BYTES:
+        return content
+    text = content.decode("ascii", "replace").strip()
+    if re.fullmatch(r"[0-9a-fA-F]{64}", text):
+        return bytes.fromhex(text)
+    pem = re.fullmatch(r"-----BEGIN PUBLIC KEY-----\s+([A-Za-z0-9+/=\s]+)-----END PUBLIC KEY-----", text)
+    if pem is not None:
+        try:
+            encoded = base64.b64decode("".join(pem[1].split()), validate=True)
+        except binascii.Error:
+            encoded = b""
+        if encoded.startswith(ED25519_PREFIX) and len(encoded) == len(ED25519_PREFIX) + KEY_BYTES:
+            return encoded[len(ED25519_PREFIX) :]
+    raise InvalidRequestError(
+        f"public-key: {name}: not an Ed25519 public key; give a PEM file, 64 hexadecimal digits or 32 bytes",
+        field="public-key",
+    )

@@ -1,0 +1,116 @@
+"""``epochless verify`` on the golden receipts: verdicts, keys in every form, and refusals with their code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from epochless_vllm.cli import main
+
+VECTORS = Path(__file__).parents[1] / "vectors" / "receipts" / "v1"
+INDEX = json.loads((VECTORS / "index.json").read_text())
+FORMATS = ("json", "compact", "stream")
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Any:
+    def call(*words: object) -> tuple[int, str, str]:
+        status = main.main(["verify", *map(str, words)])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> Path:
+    path = tmp_path / "key"
+    path.write_text(INDEX["public_key"] + "\n")
+    return path
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+@pytest.mark.parametrize("name", sorted(INDEX["receipts"]))
+def test_every_golden_receipt_verifies_under_its_key(run: Any, key: Path, name: str, suffix: str) -> None:
+    status, out, err = run(VECTORS / f"{name}.{suffix}", "--public-key", key, "--nonce", INDEX["nonce"], "--json")
+    assert (status, err) == (0, "")
+    described = json.loads(out)
+    assert described["receipt_id"] == INDEX["receipts"][name]["receipt_id"]
+    assert described["tokens"] == INDEX["receipts"][name]["tokens"]
+    assert described["anchor"] == "signature"
+
+
+def test_people_read_the_verdict_and_what_was_not_checked(run: Any) -> None:
+    status, out, _ = run(VECTORS / "unseeded.json")
+    assert status == 0
+    lines = out.splitlines()
+    assert lines[0] == "SAMPLING-CONSISTENT  70 tokens, anchor: none"
+    assert any(line.startswith("sampled  0-") for line in lines)
+    assert any(line.startswith("caveat   unpinned") for line in lines)
+
+
+@pytest.mark.parametrize("form", ["hex", "raw", "pem"])
+def test_a_key_is_read_in_every_form_it_comes_in(run: Any, tmp_path: Path, form: str) -> None:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+    from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+    raw = bytes.fromhex(INDEX["public_key"])
+    pem = Ed25519PublicKey.from_public_bytes(raw).public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    path = tmp_path / "key"
+    path.write_bytes({"hex": INDEX["public_key"].encode(), "raw": raw, "pem": pem}[form])
+    status, out, _ = run(VECTORS / "example.json", "--public-key", path, "--json")
+    assert status == 0
+    assert json.loads(out)["anchor"] == "signature"
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"x" * 31, b"zz" * 32, b"-----BEGIN PUBLIC KEY-----\nAAAA\n-----END PUBLIC KEY-----"]
+)
+def test_what_is_no_key_is_a_usage_error(run: Any, tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "key"
+    path.write_bytes(content)
+    status, _, err = run(VECTORS / "example.json", "--public-key", path)
+    assert status == 2
+    assert "not an Ed25519 public key" in err
+
+
+def test_another_key_another_nonce_and_a_changed_byte_are_refused_with_their_code(
+    run: Any, key: Path, tmp_path: Path
+) -> None:
+    wrong = tmp_path / "wrong"
+    wrong.write_bytes(bytes(32))
+    payload = (VECTORS / "example.json").read_bytes()
+    changed = tmp_path / "changed.json"
+    changed.write_bytes(payload[:-1])
+    # A changed byte is refused at the bytes; the other two at what they pin.
+    for words, threat in (
+        ((VECTORS / "example.json", "--public-key", wrong), "key_mismatch"),
+        ((VECTORS / "example.json", "--nonce", "another"), "nonce_mismatch"),
+        ((VECTORS / "example.json", "--receipt-id", "sha256:" + "0" * 64), None),
+        ((changed,), None),
+    ):
+        status, out, _ = run(*words, "--json")
+        assert status == 1
+        error = json.loads(out)["error"]
+        assert error["code"] == "receipt_refused"
+        assert threat is None or error["threat"] == threat
+
+
+def test_a_missing_file_is_a_usage_error(run: Any, tmp_path: Path) -> None:
+    assert run(tmp_path / "none")[0] == 2
+
+
+def test_a_stream_cut_short_is_incomplete_unless_that_is_allowed(run: Any, tmp_path: Path) -> None:
+    whole = (VECTORS / "unseeded.stream").read_bytes()
+    statuses = set()
+    for length in range(len(whole) - 200, len(whole)):
+        path = tmp_path / "cut"
+        path.write_bytes(whole[:length])
+        status, _, _ = run(path)
+        assert status == 1
+        status, out, _ = run(path, "--allow-incomplete", "--json")
+        statuses.add((status, json.loads(out).get("verdict")))
+    assert statuses <= {(1, None), (0, "INCOMPLETE")}
