@@ -192,7 +192,7 @@ def make_tokens(shape: Shape, seed: int = 2) -> list[int]:
 
 
 MIXTURE_SHAPE = "gqa-2x"
-MIXTURE_AXES = ("alpha", "rslora")
+MIXTURE_AXES = ("head", "rslora")
 
 
 def make_mixture(length: int) -> tuple[list[int | None], list[int | None]]:
