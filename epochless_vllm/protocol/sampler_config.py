@@ -1,9 +1,10 @@
 """The identity of a sampler: everything that turns a row of logits and a draw into a token, in exact numbers.
 
 The recipe named here is: logits processors in float32; ``q = rint(clamp(logit, -8192, 8192) * 2**16)``; distance
-``d = qmax - q``; ``k = (d * beta) >> shift`` in units of 2**-16 octaves; weight ``2**40 * 2**(-k / 2**16)`` from two
-integer tables; min-p on weights; top-k by (float32 value descending, token id ascending); exact rational top-p in the
-same order; the cumulative of the kept weights in ascending token id; one 32-bit draw. ``-inf`` has no weight.
+``d = qmax - q``; ``k = (d * beta + 2**(shift - 1)) >> shift`` in units of 2**-16 octaves; weight
+``2**40 * 2**(-k / 2**16)`` from two integer tables; min-p on weights; top-k by (float32 value descending, token id
+ascending); exact rational top-p in the same order; the cumulative of the kept weights in ascending token id; one
+32-bit draw. ``-inf`` has no weight.
 
 Promises that equal configurations have equal bytes, and that nothing which moves a probability is left implicit.
 Does not know logits: sampling/ and reference/ carry the recipe out.
@@ -223,7 +224,9 @@ def processor_entries(
     if min_tokens:
         entries.append(("min_tokens", [min_tokens, sorted(set(min_tokens_stop_ids or []))]))
     if logit_bias:
-        entries.append(("logit_bias", [[token, _encode_rational(Fraction(logit_bias[token]))] for token in sorted(logit_bias)]))
+        entries.append(
+            ("logit_bias", [[token, _encode_rational(Fraction(logit_bias[token]))] for token in sorted(logit_bias)])
+        )
     entries.extend(custom)
     if (repetition_penalty, frequency_penalty, presence_penalty) != (1.0, 0.0, 0.0):
         penalties = (repetition_penalty, frequency_penalty, presence_penalty)

@@ -90,11 +90,12 @@ def row_weights(logits_BV: Logits, config: SamplerConfig) -> Integers:
     top_B1 = np.where(masked_BV, np.int64(-(2**40)), quanta_BV).max(axis=1, keepdims=True)
     scale = config.scale
     # At most 2**30 and 2**31 multiply here, so 64 bits hold it.
-    exponents_BV = ((top_B1 - np.minimum(quanta_BV, top_B1)) * np.int64(scale.beta)) >> np.int64(scale.shift)
+    products_BV = (top_B1 - np.minimum(quanta_BV, top_B1)) * np.int64(scale.beta)
+    exponents_BV = (products_BV + (1 << (scale.shift - 1))) >> scale.shift
     octaves_BV = np.minimum(exponents_BV >> 16, 41)
     coarse, fine = _tables()
-    products_BV = coarse[(exponents_BV >> 8) % 256] * fine[exponents_BV % 256]
-    return np.where(masked_BV | (octaves_BV > 40), 0, products_BV >> (22 + octaves_BV))
+    mantissas_BV = coarse[(exponents_BV >> 8) % 256] * fine[exponents_BV % 256]
+    return np.where(masked_BV | (octaves_BV > 40), 0, mantissas_BV >> (22 + octaves_BV))
 
 
 def kept_tokens(logits_BV: Logits, weights_BV: Integers, config: SamplerConfig) -> NDArray[np.bool_]:

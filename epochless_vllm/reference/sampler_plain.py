@@ -55,7 +55,7 @@ def _row_weights(logits: Sequence[float], temperature: Fraction) -> list[int]:
     quanta = [None if isinf(x) else _quantum(x) for x in logits]
     top = max(q for q in quanta if q is not None)
     beta, shift = _integer_temperature(temperature)
-    return [0 if q is None else _weight(((top - q) * beta) >> shift) for q in quanta]
+    return [0 if q is None else _weight(floor(Fraction((top - q) * beta, 2**shift) + Fraction(1, 2))) for q in quanta]
 
 
 def _quantum(logit: float) -> int:

@@ -41,9 +41,9 @@ def quantised(logit):
 
 @jit
 def weight_at(distance, beta, shift, tables):
-    octaves = (np.int64(distance) * (beta & 0x7FFFFFFF)) >> shift
-    product = tables[0, (octaves >> 8) & 255] * tables[1, octaves & 255]
-    return product >> (PRODUCT_SHIFT + (octaves >> 16))
+    exponent = (np.int64(distance) * (beta & 0x7FFFFFFF) + ((1 << shift) >> 1)) >> shift
+    product = tables[0, (exponent >> 8) & 255] * tables[1, exponent & 255]
+    return product >> (PRODUCT_SHIFT + (exponent >> 16))
 
 
 @jit

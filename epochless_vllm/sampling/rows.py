@@ -39,7 +39,7 @@ def parameter_row(config: SamplerConfig) -> NDArray[np.int64]:
     beta, shift = config.scale.beta, config.scale.shift
     row[BETA], row[SHIFT] = beta, shift
     # The least distance of zero weight; distances are cut there, which also keeps every shift under 64.
-    vanishing = -((-_ZERO_OCTAVES << (FRACTION_BITS + shift)) // beta)
+    vanishing = -(((1 << (shift - 1)) - (_ZERO_OCTAVES << (FRACTION_BITS + shift))) // beta)
     row[DISTANCE_CAP] = min(vanishing, 2 * SATURATION << FRACTION_BITS)
     row[TOP_K] = config.top_k
     row[TOP_P], row[TOP_P_SHIFT] = _top_p_columns(config.top_p)

@@ -86,7 +86,8 @@ def row_weights(logits_BV: Tensor, columns_PB: Tensor) -> Tensor:
     peak_B1 = quanta_BV.masked_fill(masked_BV, -(1 << 40)).amax(dim=1, keepdim=True)
     cap_B1 = columns_PB[DISTANCE_CAP][:, None]
     distance_BV = torch.minimum(peak_B1 - quanta_BV, cap_B1).where(~masked_BV, cap_B1)
-    exponent_BV = (distance_BV * columns_PB[BETA][:, None]) >> columns_PB[SHIFT][:, None]
+    shift_B1 = columns_PB[SHIFT][:, None]
+    exponent_BV = (distance_BV * columns_PB[BETA][:, None] + ((1 << shift_B1) >> 1)) >> shift_B1
     product_BV = tables[0][(exponent_BV >> 8) & 255] * tables[1][exponent_BV & 255]
     return product_BV >> (PRODUCT_SHIFT + (exponent_BV >> FRACTION_BITS))
 

@@ -65,7 +65,8 @@ def _weight(logits, peak, parameters, tables):
     """Return int64 weights; a masked token, which may sit at any distance of a saturated peak, has none."""
     cap = tl.load(parameters + DISTANCE_CAP)
     distance = tl.where(logits == float("-inf"), cap, tl.minimum((peak - _quantised(logits)).to(tl.int64), cap))
-    exponent = (distance * tl.load(parameters + BETA)) >> tl.load(parameters + SHIFT)
+    shift = tl.load(parameters + SHIFT)
+    exponent = (distance * tl.load(parameters + BETA) + ((shift * 0 + 1) << (shift - 1))) >> shift
     product = tl.load(tables + ((exponent >> 8) & 255)) * tl.load(tables + 256 + (exponent & 255))
     return product >> (22 + (exponent >> 16))
 
