@@ -51,15 +51,18 @@ def recover_adapters(
             "--max-cpu-loras, or lower --epochless-keep to retire the oldest",
             flag="--max-cpu-loras",
         )
+    state = journal.state
+    heads = {head.revision_id for head in state.heads.values()}
     prepared = []
-    for revision_id, lora_int_id in sorted(journal.state.adapters.items(), key=lambda item: item[1]):
-        if revision_id in journal.state.quarantine or _is_leaving(journal, revision_id):
+    # Heads first: if one cannot be served, the start ends before anything is held against the others.
+    for revision_id in sorted(state.adapters, key=lambda item: (item not in heads, state.adapters[item])):
+        if revision_id in state.quarantine or _is_leaving(journal, revision_id):
             continue
-        failure = _prepare(journal, rounds, revision_id, lora_int_id)
+        failure = _prepare(journal, rounds, revision_id, state.adapters[revision_id])
         if failure is None:
             prepared.append(revision_id)
         else:
-            _set_aside(store, journal, revision_id, failure)
+            _set_aside(store, journal, rounds, revision_id, failure)
     return Recovered(tuple(prepared), dict(journal.state.quarantine))
 
 
@@ -85,7 +88,12 @@ def _prepare(journal: Journal, rounds: Rounds, revision_id: RevisionId, lora_int
     return failures[0] if failures else None
 
 
-def _set_aside(store: Revisions, journal: Journal, revision_id: RevisionId, failure: Failure) -> None:
+def _set_aside(store: Revisions, journal: Journal, rounds: Rounds, revision_id: RevisionId, failure: Failure) -> None:
+    """Quarantine a revision, unless it is a head or the fault is not its own.
+
+    Raises:
+        StoreError: the server cannot start.
+    """
     rank, reason = failure.rank, failure.reason
     try:
         store.read(revision_id)
@@ -101,4 +109,19 @@ def _set_aside(store: Revisions, journal: Journal, revision_id: RevisionId, fail
             rank=rank,
             reason=reason,
         )
+    if rank != STORE_RANK:
+        _check_ranks(rounds)
     journal.append(Quarantined(revision_id, rank[:MAX_TEXT], reason[:MAX_TEXT]))
+
+
+def _check_ranks(rounds: Rounds) -> None:
+    """A rank that is gone says nothing about the revision it was asked for."""
+    answers = rounds.ask({"kind": "status"})
+    unwell = [Failure(rank, "no_answer", reason) for rank, reason in answers.silent.items()] + answers.failures
+    for failure in unwell:
+        raise StoreError(
+            f"{failure.rank} failed while committed revisions were prepared: {failure.reason}; repair the rank and "
+            "start again",
+            rank=failure.rank,
+            reason=failure.reason,
+        )

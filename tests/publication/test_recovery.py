@@ -163,6 +163,25 @@ def test_a_rank_that_cannot_prepare_an_older_revision_quarantines_it(
         resolve_model(service.journal.state, "p@3")
 
 
+def test_a_rank_that_is_gone_at_start_is_held_against_no_revision(
+    earlier: Service, make_service: MakeService, revisions: Revisions
+) -> None:
+    """It dies between the heads and an older revision."""
+    earlier.coordinator.publish(revisions[5], "q", 2)
+    service = make_service(deadline_s=1.0)
+    gone = [False]
+
+    def die(message: dict[str, Any], deliver: Any) -> Any:
+        gone[0] = gone[0] or message.get("revision_id") == revisions[2]
+        return None if gone[0] else deliver(message)
+
+    service.ranks.faults["tp1"] = die
+    with pytest.raises(StoreError, match="tp1"):
+        service.coordinator.recover()
+    assert service.journal.state.quarantine == {}
+    assert len(make_service(deadline_s=20.0).coordinator.recover().prepared) == 3
+
+
 def test_a_rank_that_cannot_prepare_a_head_refuses_to_start_naming_it(
     earlier: Service, make_service: MakeService, revisions: Revisions
 ) -> None:
