@@ -19,6 +19,9 @@ def make_engine(model: Path, store: Path | None, **arguments: Any) -> Any:
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    # One thread: a tiny model gains nothing from two, and loses much where they wait for each other on a busy machine.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from vllm import LLM
 

@@ -29,21 +29,31 @@ class RevisionGate:
         self._closed: set[int] = set()
         self._entering: Counter[int] = Counter()
 
-    def enter(self, lora_request: Any) -> None:
-        """Admit a request on its way to the scheduler.
+    def check(self, lora_request: Any) -> None:
+        """Require that the adapter is served here.
 
         Raises:
-            RetiredRevisionError: the adapter was retired while the request travelled.
+            RetiredRevisionError: it was retired after the request was resolved.
             InvalidRequestError: the LoRARequest was not made by Epochless.
         """
-        revision_id = split_lora_name(lora_request.lora_name)[1]
-        lora_int_id = lora_request.lora_int_id
         with self._lock:
-            if self._open.get(lora_int_id) == revision_id:
-                self._entering[lora_int_id] += 1
-                return
-            closed = lora_int_id in self._closed
-        if closed:
+            self._require_open(lora_request)
+
+    def enter(self, lora_request: Any) -> None:
+        """Admit a request on its way to the scheduler; ``leave`` must follow.
+
+        Raises:
+            RetiredRevisionError, InvalidRequestError: see ``check``.
+        """
+        with self._lock:
+            self._require_open(lora_request)
+            self._entering[lora_request.lora_int_id] += 1
+
+    def _require_open(self, lora_request: Any) -> None:
+        lora_int_id = lora_request.lora_int_id
+        if self._open.get(lora_int_id) == split_lora_name(lora_request.lora_name)[1]:
+            return
+        if lora_int_id in self._closed:
             raise RetiredRevisionError(f"{lora_request.lora_name} was retired before the request arrived")
         raise InvalidRequestError(
             f"lora_request: {lora_request.lora_name} (id {lora_int_id}) was not published here; "

@@ -26,6 +26,7 @@ def install_seams(options: Options) -> None:
         block_keys,
         core,
         labels,
+        local_requests,
         metrics,
         punica,
         recovery,
@@ -35,7 +36,7 @@ def install_seams(options: Options) -> None:
     )
 
     check_patch()
-    for seam in (worker, slots, block_keys, core, recovery, admission, routes, labels, metrics):
+    for seam in (worker, slots, block_keys, core, local_requests, recovery, admission, routes, labels, metrics):
         seam.install()
     punica.install(options)
     _installed = True

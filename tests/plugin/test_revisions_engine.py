@@ -50,7 +50,7 @@ def policy(request: pytest.FixtureRequest, llm: Any) -> Iterator[str]:
     """A policy of the test's own, retired afterwards."""
     from epochless_vllm.plugin.engine import retire, service_of
 
-    name = request.node.name.replace("[", "-").replace("]", "")[:100]
+    name = request.node.name.translate({ord("["): "-", ord("]"): None, ord(" "): "-"})[:100]
     yield name
     finish(llm)
     service = service_of(llm)
@@ -367,7 +367,7 @@ def test_hand_made_requests_and_direct_loads_are_refused(llm: Any, adapters: dic
 def test_activation_that_reads_back_wrong_quarantines_the_revision_alone(
     llm: Any, adapters: dict[str, Path], publish: Callable[..., Any], policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+    from vllm.lora.model_manager import LRUCacheLoRAModelManager
 
     from epochless_vllm.errors import QuarantinedRevisionError
     from epochless_vllm.plugin.engine import resolve
@@ -376,16 +376,20 @@ def test_activation_that_reads_back_wrong_quarantines_the_revision_alone(
     expected = generate(llm, PROMPT, good, 24, salt="quarantine")
     expected = generate(llm, PROMPT, good, 24, salt="quarantine")
     bad = publish(adapters["E"], name=policy + "-bad")
-    original = BaseLinearLayerWithLoRA.set_lora
+    original = LRUCacheLoRAModelManager.activate_adapter
 
-    def set_lora(self: Any, index: int, lora_a: Any, lora_b: Any) -> None:
-        original(self, index, lora_a, lora_b * 1.001)
+    def activate_adapter(self: Any, lora_id: int) -> bool:
+        activated = original(self, lora_id)
+        if activated:  # one weight of one module is copied wrongly
+            slot = self.lora_index_to_id.index(lora_id)
+            self.modules["model.layers.1.mlp.down_proj"].lora_b_stacked[0][slot, 0, 5, 3] += 0.125
+        return activated
 
     running = start(llm, PROMPT, good, 24, salt="quarantine")
     failing: list[str] = []
 
     def arrive() -> None:
-        monkeypatch.setattr(BaseLinearLayerWithLoRA, "set_lora", set_lora)
+        monkeypatch.setattr(LRUCacheLoRAModelManager, "activate_adapter", activate_adapter)
         failing.append(start(llm, PROMPT, bad, 24))
 
     outputs = finish(llm, {4: arrive})
@@ -393,7 +397,7 @@ def test_activation_that_reads_back_wrong_quarantines_the_revision_alone(
     assert tokens_of(outputs[running]) == tokens_of(expected)
     assert outputs[failing[0]].outputs[0].finish_reason == "error"
     assert tokens_of(outputs[failing[0]]) == []
-    with pytest.raises(QuarantinedRevisionError, match="engine0/rank0"):
+    with pytest.raises(QuarantinedRevisionError, match=r"engine0/rank0: model\.layers\.1\.mlp\.down_proj"):
         resolve(llm, policy + "-bad")
     again = publish(adapters["E"], 2, name=policy + "-bad")
     output = generate(llm, PROMPT, again, salt="never")
