@@ -56,16 +56,28 @@ def resolve_model(state: State, model: str, constraint: VersionConstraint | None
         InvalidRequestError: the model string or constraint contradicts itself.
     """
     if state.publications.knows(model):
-        publication = _resolve_policy(state, model, constraint)
+        publication: Publication | None = _resolve_policy(state, model, constraint)
     else:
-        pin = parse_pin(model)
-        if pin is None or not state.publications.knows(pin.policy):
-            return None
-        publication = _resolve_pin(state, model, pin)
-        if constraint is not None:
+        publication = find_pinned(state, model)
+        if publication is not None and constraint is not None:
             _check_constraint(publication, constraint, pinned=True)
-    _check_serving(state, publication, model)
+    if publication is not None:
+        _check_serving(state, publication, model)
     return publication
+
+
+def find_pinned(state: State, model: str) -> Publication | None:
+    """Return the publication a pin names, whether it can serve or not; None when the string pins nothing known.
+
+    Raises:
+        UnknownRevisionError: the policy exists, the step or digest does not.
+        AmbiguousRevisionError: a digest prefix names several revisions.
+        InvalidRequestError: a digest prefix is too short.
+    """
+    pin = parse_pin(model)
+    if pin is None or not state.publications.knows(pin.policy):
+        return None
+    return _resolve_pin(state, model, pin)
 
 
 def _resolve_policy(state: State, policy: str, constraint: VersionConstraint | None) -> Publication:

@@ -17,7 +17,7 @@ from epochless_vllm.errors import (
 )
 from epochless_vllm.protocol.manifest import RevisionId
 from epochless_vllm.protocol.publication import STORE_RANK, Quarantined, RetireBegan, State
-from epochless_vllm.protocol.resolution import VersionConstraint, parse_constraint, resolve_model
+from epochless_vllm.protocol.resolution import VersionConstraint, find_pinned, parse_constraint, resolve_model
 from tests.protocol.test_publication import fold, publish, retire
 
 R1, R2, R3 = (RevisionId("sha256:" + head * 12 + tail * 52) for head, tail in (("a", "1"), ("a", "2"), ("b", "3")))
@@ -112,6 +112,17 @@ def test_a_revision_whose_bytes_are_gone_is_410_with_the_reason(state: State) ->
         with pytest.raises(RetiredRevisionError, match="missing") as caught:
             resolve_model(state, model)
         assert caught.value.status == 410
+
+
+def test_what_cannot_serve_can_still_be_found_to_be_retired(state: State) -> None:
+    state = fold(Quarantined(R3, "tp1", "x"), RetireBegan("p", R1), state=state)
+    for model, step in (("p@30", 30), (f"p@{R3}", 30), ("p-v10", 10), (f"p@{R1}", 10)):
+        found = find_pinned(state, model)
+        assert found is not None
+        assert found.step == step
+    assert find_pinned(state, "p") is find_pinned(state, "x@1") is None
+    with pytest.raises(UnknownRevisionError):
+        find_pinned(state, "p@11")
 
 
 @pytest.mark.parametrize(
