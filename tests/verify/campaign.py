@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from epochless_vllm.errors import ReceiptError
-from epochless_vllm.verify.receipt import verify_receipt
+from epochless_vllm.verify import Expected, verify_disclosure, verify_receipt
 from tests.verify.forge import Doc, canonical, header_digest, rehash
 from tests.verify.golden import FOLDER, FORMATS
 
@@ -202,10 +202,13 @@ MUTATORS: dict[str, Callable[[random.Random, bytes, bytes], bytes]] = {
 }
 
 
-def judge(payload: bytes, known: dict[str, Any], codes: Counter[str]) -> None:
+def judge(payload: bytes, known: dict[str, Any], codes: Counter[str], suffix: str = "") -> None:
     """Count what the verifier says: its code, ``ACCEPTED``, or ``FOREIGN`` and the exception's name."""
     try:
-        verify_receipt(payload, **known)
+        if suffix == ".disclosure":
+            verify_disclosure(payload, Expected(**known))
+        else:
+            verify_receipt(payload, **known)
     except ReceiptError as error:
         codes[str(error.fields["threat"])] += 1
     except Exception as error:  # noqa: BLE001 - that any other exception escapes is the fault looked for
@@ -226,16 +229,18 @@ def random_mutants(count: int, seed: int) -> Counter[str]:
     return codes
 
 
-def bit_flips(share: int, seed: int) -> Counter[str]:
-    corpus, known = load_corpus()
+def bit_flips(share: int, seed: int, name: str = "") -> Counter[str]:
+    """Flip one bit in ``share`` of every golden file whose name contains ``name``."""
+    _, known = load_corpus()
     codes, rng = Counter[str](), random.Random(seed)
-    for formats in corpus.values():
-        for original in formats.values():
-            start = rng.randrange(share)
-            for bit in range(start, 8 * len(original), share):
-                flipped = bytearray(original)
-                flipped[bit >> 3] ^= 1 << (bit & 7)
-                judge(bytes(flipped), known, codes)
+    for path in sorted(FOLDER.iterdir()):
+        if path.name == "index.json" or name not in path.name:
+            continue
+        original = path.read_bytes()
+        for bit in range(rng.randrange(share), 8 * len(original), share):
+            flipped = bytearray(original)
+            flipped[bit >> 3] ^= 1 << (bit & 7)
+            judge(bytes(flipped), known, codes, path.suffix)
     return codes
 
 
@@ -253,10 +258,11 @@ def main() -> int:
     parser.add_argument("--mutants", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", choices=("flips", "mutants"))
+    parser.add_argument("--name", default="", help="flip only golden files whose name contains this")
     options = parser.parse_args()
     failed = 0
     if options.only != "mutants":
-        flips = bit_flips(options.share, options.seed)
+        flips = bit_flips(options.share, options.seed, options.name)
         failed += failures(flips)
         report("flips", flips)
     if options.only != "flips":

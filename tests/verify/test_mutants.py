@@ -6,6 +6,9 @@ from epochless_vllm.errors import ReceiptError
 from epochless_vllm.protocol.compact import decode_compact, encode_compact
 from epochless_vllm.protocol.stream import encode_stream
 from epochless_vllm.protocol.verbose import decode_verbose
+from epochless_vllm.verify import checker, receipt
+from epochless_vllm.verify.checker import ReceiptChecker
+from epochless_vllm.verify.expected import Expected
 from epochless_vllm.verify.receipt import verify_receipt
 from epochless_vllm.verify.verified import Verdict
 from tests.verify.bases import NAMES, base_receipt, known, verbose_of
@@ -71,3 +74,35 @@ def test_mutant_that_has_a_compact_form_is_refused_there_too(mutant: Mutant, var
     assert decode_compact(compact) == receipt
     with pytest.raises(ReceiptError):
         verify_receipt(compact, **mutant.expectations(variant))
+
+
+@pytest.mark.parametrize(
+    ("owner", "check"),
+    [
+        (checker, "check_rows"),
+        (checker, "check_partition"),
+        (checker, "check_table_use"),
+        (checker, "check_kv"),
+        (checker, "check_signature"),
+        (checker, "compare_tokens"),
+        (checker, "compare_logprobs"),
+        (receipt, "check_draws"),
+        (ReceiptChecker, "_check_tokens"),
+        (ReceiptChecker, "_check_end"),
+        (ReceiptChecker, "_check_final"),
+        (Expected, "check_header"),
+        (Expected, "check_final"),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_verifier_without_any_one_check_accepts_some_mutant(
+    owner: object, check: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, check, lambda *_, **__: None)
+    for mutant, variant in CASES:
+        try:
+            verify_receipt(mutant.payload(variant), **mutant.expectations(variant))
+        except (ReceiptError, IndexError):  # without its bounds checked, an index may lead nowhere
+            continue
+        return
+    pytest.fail(f"{check} could be left out unnoticed")
