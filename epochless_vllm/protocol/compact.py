@@ -89,23 +89,6 @@ def encode_compact(receipt: Receipt) -> bytes:
     return b"".join(parts)
 
 
-def _check_agreement(receipt: Receipt) -> None:
-    """Raise ReceiptError where the blocks say what the compact form takes from the final record."""
-    final, spans, position = receipt.final, list[SamplingSpan](), 0
-    added = []
-    for number, block in enumerate(receipt.blocks):
-        if block.first != position or block.count != min(BLOCK_TOKENS, final.tokens - position):
-            raise ReceiptError(f"a block at {block.first} where {position} was due", threat="block_order")
-        position += block.count
-        added += [(number, entry) for entry in block.revisions]
-        check_rows(block, receipt.header, len(receipt.header.revisions) + len(added))
-        extend_spans(spans, block.first, block.runs)
-    if (position, len(receipt.blocks)) != (final.tokens, final.blocks):
-        raise ReceiptError("the final record counts other tokens or blocks", threat="count_mismatch")
-    if tuple(spans) != final.sampling or tuple(added) != final.added:
-        raise ReceiptError("the final record's spans or table rows are not the blocks'", threat="sampling_mismatch")
-
-
 def open_compact(payload: bytes) -> Opened:
     """Return the header, final record and signature of compact bytes, and an iterator over the blocks.
 
@@ -137,6 +120,23 @@ def drawn_rows(runs: Sequence[Run], header: Header) -> list[bool]:
             raise ReceiptError(f"sampler {run.sampler} is outside the table", threat="sampler_index")
         rows += [not (run.flags & FORCED or header.samplers[run.sampler].greedy)] * run.rows
     return rows
+
+
+def _check_agreement(receipt: Receipt) -> None:
+    """Raise ReceiptError where the blocks say what the compact form takes from the final record."""
+    final, spans, position = receipt.final, list[SamplingSpan](), 0
+    added = []
+    for number, block in enumerate(receipt.blocks):
+        if block.first != position or block.count != min(BLOCK_TOKENS, final.tokens - position):
+            raise ReceiptError(f"a block at {block.first} where {position} was due", threat="block_order")
+        position += block.count
+        added += [(number, entry) for entry in block.revisions]
+        check_rows(block, receipt.header, len(receipt.header.revisions) + len(added))
+        extend_spans(spans, block.first, block.runs)
+    if (position, len(receipt.blocks)) != (final.tokens, final.blocks):
+        raise ReceiptError("the final record counts other tokens or blocks", threat="count_mismatch")
+    if tuple(spans) != final.sampling or tuple(added) != final.added:
+        raise ReceiptError("the final record's spans or table rows are not the blocks'", threat="sampling_mismatch")
 
 
 def _decode_blocks(cursor: Cursor, header: Header, final: Final) -> Iterator[Block]:
