@@ -164,7 +164,7 @@ def _demonstrate(server: Server, work: Path) -> None:
     _say("$ kill -9 the server, start it again on the same store")
     server.stop(signal.SIGKILL)
     print(f"   ready in {server.start():.0f} s")
-    listed = server.client.get(f"/v1/policies/{POLICY}").json()["policies"][0]["revisions"]
+    listed = server.client.get(f"/v1/policies/{POLICY}").json()["revisions"]
     live = {item["step"]: item["revision_id"] for item in listed if item["status"] == "live"}
     _claim(live == versions, "all three revisions are back, and nothing else")
     again = _tokens(server.stream(f"{POLICY}@{r1}"))
