@@ -76,7 +76,7 @@ class SamplerConfig:
         for value in (self.temperature, self.top_p, self.min_p):
             if value.denominator & (value.denominator - 1):
                 raise InvalidRequestError(f"{value} is not the value of a double", field="temperature, top_p or min_p")
-        if self.greedy and (self.top_k, self.top_p, self.min_p) != (0, 1, 0):
+        if self.greedy and self.filtered:
             raise InvalidRequestError("a greedy sampler has no filters; send none or a temperature", field="top_k")
 
     @property

@@ -43,4 +43,5 @@ def draws(keys_B2: NDArray[np.uint32], indices_B: NDArray[np.int64], purpose: in
         x2, x3 = (product_0 >> np.uint64(32)) ^ x3 ^ right, product_0 & word
         left, right = (left + np.uint64(0x9E3779B9)) & word, (right + np.uint64(0xBB67AE85)) & word
     lanes = np.stack([x0, x1, x2, x3])
-    return lanes[indices_B % 4, np.arange(len(indices_B))].astype(np.int64)
+    words_B: NDArray[np.int64] = lanes[indices_B % 4, np.arange(len(indices_B))].astype(np.int64)
+    return words_B

@@ -74,7 +74,7 @@ def _power(i: int, bits: int) -> int:
     """Return the integer nearest to 2**31 * 2**(-i / 2**bits)."""
     with localcontext() as context:
         context.prec = 60  # the nearest any entry comes to a tie is 1e-3
-        return int((Decimal(2) ** (31 - Decimal(i) / 2**bits)).to_integral_value())
+        return round(Fraction(Decimal(2) ** (31 - Decimal(i) / 2**bits)))
 
 
 def _integer_temperature(temperature: Fraction) -> tuple[int, int]:

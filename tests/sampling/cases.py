@@ -24,9 +24,9 @@ class Batch:
     """Rows of one sampler, with a key and a position each."""
 
     config: SamplerConfig
-    logits_BV: NDArray[np.float32]
-    keys_B2: NDArray[np.uint32]
-    positions_B: NDArray[np.int64]
+    logits: NDArray[np.float32]
+    keys: NDArray[np.uint32]
+    positions: NDArray[np.int64]
 
 
 def batches(
@@ -50,9 +50,9 @@ def _batch(generator: np.random.Generator, rows: int, vocabulary: int) -> Batch:
     top_k = int(generator.choice([1, 2, 5, 50, vocabulary, vocabulary + 1])) if generator.random() < 0.4 else 0
     return Batch(
         config=sampler_from_parameters(temperature=temperature, top_k=top_k, **parameters),
-        logits_BV=_logits(generator, rows, vocabulary),
-        keys_B2=generator.integers(0, 1 << 32, (rows, 2), dtype=np.uint32),
-        positions_B=generator.integers(0, 1 << int(generator.integers(1, 62)), rows),
+        logits=_logits(generator, rows, vocabulary),
+        keys=generator.integers(0, 1 << 32, (rows, 2), dtype=np.uint32),
+        positions=generator.integers(0, 1 << int(generator.integers(1, 62)), rows),
     )
 
 
@@ -73,8 +73,9 @@ def _logits(generator: np.random.Generator, rows: int, vocabulary: int) -> NDArr
     elif kind == 5:  # a refused row here and there
         logits_BV[generator.random(shape) < 0.5 / vocabulary] = generator.choice([np.nan, -np.nan, np.inf])
         logits_BV[: rows // 4] = -np.inf
-    elif kind == 6:  # a forced token, beyond saturation
-        logits_BV[np.arange(rows), generator.integers(0, vocabulary, rows)] = generator.choice([9000.0, 3e38])
+    elif kind == 6:  # forced tokens, beyond saturation
+        for value in generator.choice([8192.0, 9000.0, 9001.0, 3e38], size=3):
+            logits_BV[np.arange(rows), generator.integers(0, vocabulary, rows)] = value
     elif kind == 7:  # everything below saturation
         logits_BV -= generator.choice([8180.0, 9000.0, 1e30])
     elif kind == 8:  # one token left

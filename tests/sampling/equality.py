@@ -61,28 +61,28 @@ def compare_batches(made: Iterable[Batch], *, plain_rows: int = 0, triton: bool 
         for name, columns in engine_columns(batch, triton=triton).items():
             for row in np.flatnonzero((columns != expected).any(axis=0))[:5]:
                 differences.append(f"batch {number} row {row} {name}: {_pairs(columns[:, row], expected[:, row])}")
-        for row in range(min(plain_rows, len(batch.logits_BV))):
-            draw = philox.draw(tuple(map(int, batch.keys_B2[row])), int(batch.positions_B[row]))
-            plain = sampler_plain.sample_row(batch.logits_BV[row].tolist(), batch.config, draw)
+        for row in range(min(plain_rows, len(batch.logits))):
+            draw = philox.draw(tuple(map(int, batch.keys[row])), int(batch.positions[row]))
+            plain = sampler_plain.sample_row(batch.logits[row].tolist(), batch.config, draw)
             columns = np.array([getattr(plain, field) for field in FIELDS], dtype=np.int64)
             if (columns != expected[:, row]).any():
                 differences.append(f"batch {number} row {row} python: {_pairs(columns, expected[:, row])}")
-        compared += len(batch.logits_BV)
+        compared += len(batch.logits)
     return compared, differences
 
 
 def reference_columns(batch: Batch) -> np.ndarray:
     """Return the NumPy reference's records of a batch as ``[6, B]``."""
-    draws_B = philox.draws(batch.keys_B2, batch.positions_B)
+    draws_B = philox.draws(batch.keys, batch.positions)
     with np.errstate(invalid="ignore"):  # refused rows are part of the batch
-        return np.stack(sampler.sample_rows(batch.logits_BV, batch.config, draws_B))
+        return np.stack(sampler.sample_rows(batch.logits, batch.config, draws_B))
 
 
 def engine_columns(batch: Batch, *, triton: bool = False) -> dict[str, np.ndarray]:
     """Return each serving path's records of a batch as ``[6, B]``."""
-    logits_BV = torch.from_numpy(batch.logits_BV)
+    logits_BV = torch.from_numpy(batch.logits)
     parameters_BP = np.tile(parameter_row(batch.config), (len(logits_BV), 1))
-    call = (logits_BV, parameters_BP, batch.keys_B2, batch.positions_B, 0)
+    call = (logits_BV, parameters_BP, batch.keys, batch.positions, 0)
     results = {"numba": sample_rows(*call), "torch": sample_rows_torch(*call)}
     if triton:
         from epochless_vllm.sampling.triton_path import sample_rows_triton

@@ -74,9 +74,9 @@ def load_vectors() -> list[tuple[Batch, list[int]]]:
         bits = np.array([int(word, 16) for word in case["logits"]], dtype=np.uint32)
         batch = Batch(
             config=sampler_from_value(case["sampler"]),
-            logits_BV=bits.view(np.float32)[None],
-            keys_B2=np.array([case["key"]], dtype=np.uint32),
-            positions_B=np.array([case["position"]], dtype=np.int64),
+            logits=bits.view(np.float32)[None],
+            keys=np.array([case["key"]], dtype=np.uint32),
+            positions=np.array([case["position"]], dtype=np.int64),
         )
         vectors.append((batch, [case["expected"][field] for field in FIELDS]))
     return vectors

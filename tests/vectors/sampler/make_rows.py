@@ -19,12 +19,12 @@ from tests.sampling.cases import batches
 def main() -> None:
     cases = []
     for batch in batches(seed=2026, rows=160, rows_per_batch=1, vocabularies=(1, 5, 16, 40)):
-        key, position = [int(word) for word in batch.keys_B2[0]], int(batch.positions_B[0])
-        record = sampler_plain.sample_row(batch.logits_BV[0].tolist(), batch.config, philox.draw(tuple(key), position))
+        key, position = [int(word) for word in batch.keys[0]], int(batch.positions[0])
+        record = sampler_plain.sample_row(batch.logits[0].tolist(), batch.config, philox.draw(tuple(key), position))
         cases.append(
             {
                 "sampler": batch.config.describe(),
-                "logits": [f"{bits:08x}" for bits in batch.logits_BV[0].view(np.uint32)],
+                "logits": [f"{bits:08x}" for bits in batch.logits[0].view(np.uint32)],
                 "key": key,
                 "position": position,
                 "expected": vars(record),
