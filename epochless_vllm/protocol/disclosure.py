@@ -21,24 +21,25 @@ from epochless_vllm.protocol.shapes import (
     read_base64,
     read_choice,
     read_hex64,
-    read_integer,
     read_list,
     read_object,
 )
 
 FORMAT = "epochless/disclosure/v1"
-_KEYS = ("block", "envelope", "final", "format", "header", "path", "position")
+_KEYS = ("block", "envelope", "final", "format", "header", "path")
 _MAX_PATH = 64
 
 
 @dataclass(frozen=True)
 class Disclosure:
-    """Position of the disclosed token, its block's bytes, and the sibling hashes up to the root."""
+    """The bytes of the block that holds a token, and the sibling hashes up to the root.
+
+    Which of the block's tokens is meant is the asker's question and no claim of the disclosure.
+    """
 
     header: Header
     final: Final
     signature: Signature
-    position: int
     body: bytes
     path: tuple[bytes, ...]
 
@@ -52,7 +53,6 @@ class Disclosure:
                 "format": FORMAT,
                 "header": self.header.encode_json(),
                 "path": [node.hex() for node in self.path],
-                "position": self.position,
             }
         )
 
@@ -69,7 +69,7 @@ def make_disclosure(receipt: Receipt, position: int) -> Disclosure:
     leaves = [leaf_of(receipt.header.digest_bytes, body) for body in bodies]
     index = position // BLOCK_TOKENS
     path = tuple(inclusion_path(leaves, index))
-    return Disclosure(receipt.header, receipt.final, receipt.signature, position, bodies[index], path)
+    return Disclosure(receipt.header, receipt.final, receipt.signature, bodies[index], path)
 
 
 def decode_disclosure(payload: bytes) -> Disclosure:
@@ -89,7 +89,6 @@ def decode_disclosure(payload: bytes) -> Disclosure:
         header=decode_header(fields["header"]),
         final=final,
         signature=envelope.signature,
-        position=read_integer(fields["position"], "position"),
         body=read_base64(fields["block"], "block"),
         path=tuple(read_hex64(node, "path") for node in path),
     )

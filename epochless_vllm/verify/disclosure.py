@@ -43,8 +43,8 @@ class VerifiedToken:
     final: Final = field(repr=False)
 
 
-def verify_disclosure(payload: bytes, expected: Expected | None = None) -> VerifiedToken:
-    """Verify a disclosure and return its token.
+def verify_disclosure(payload: bytes, position: int, expected: Expected | None = None) -> VerifiedToken:
+    """Return the token at an output position, verified from the disclosure of its block.
 
     Raises:
         ReceiptError: refused; ``fields["threat"]`` is the stable code.
@@ -61,19 +61,18 @@ def verify_disclosure(payload: bytes, expected: Expected | None = None) -> Verif
     if expected.public_key is not None:
         check_signature(final, disclosure.signature, expected.public_key)
         anchor = "signature"
-    block = _locate(disclosure)  # (3)
+    block = _locate(disclosure, position)  # (3)
     leaf = leaf_of(header.digest_bytes, disclosure.body)  # (4)
-    index = disclosure.position // BLOCK_TOKENS
-    if root_from_path(leaf, index, final.blocks, disclosure.path) != final.root:
+    if root_from_path(leaf, position // BLOCK_TOKENS, final.blocks, disclosure.path) != final.root:
         raise ReceiptError("block and path do not lead to the signed root", threat="root_mismatch")
-    return _read_row(disclosure, block, table, anchor, expected)  # (5)
+    return _read_row(disclosure, block, position, table, anchor, expected)  # (5)
 
 
-def _locate(disclosure: Disclosure) -> Block:
-    final, position = disclosure.final, disclosure.position
+def _locate(disclosure: Disclosure, position: int) -> Block:
+    final = disclosure.final
     if final.blocks != -(-final.tokens // BLOCK_TOKENS):
         raise ReceiptError(f"{final.blocks} blocks for {final.tokens} tokens", threat="count_mismatch")
-    if position >= final.tokens:
+    if not 0 <= position < final.tokens:
         raise ReceiptError(f"no token at position {position}", threat="leaf_index")
     block, consumed = decode_block(disclosure.body)
     if consumed != len(disclosure.body):
@@ -84,8 +83,10 @@ def _locate(disclosure: Disclosure) -> Block:
     return block
 
 
-def _read_row(disclosure: Disclosure, block: Block, table: list[str], anchor: str, expected: Expected) -> VerifiedToken:
-    header, final, position = disclosure.header, disclosure.final, disclosure.position
+def _read_row(
+    disclosure: Disclosure, block: Block, position: int, table: list[str], anchor: str, expected: Expected
+) -> VerifiedToken:
+    header, final = disclosure.header, disclosure.final
     row = position - block.first
     low, most, token_id = block.low[row], block.width_less_one[row], block.tokens[row]
     check_rows(block, header, len(table))

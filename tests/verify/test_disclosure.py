@@ -22,9 +22,9 @@ EXPECTED = Expected(public_key=SIGNER.public_key, nonce=NONCE)
 LONG = make_receipt(700, header=make_header(max_tokens=700))
 
 
-def refusal(payload: bytes, expected: Expected = EXPECTED) -> str:
+def refusal(payload: bytes, position: int, expected: Expected = EXPECTED) -> str:
     with pytest.raises(ReceiptError) as caught:
-        verify_disclosure(payload, expected)
+        verify_disclosure(payload, position, expected)
     return str(caught.value.fields["threat"])
 
 
@@ -43,7 +43,7 @@ def test_tokens_of_a_receipt_can_be_disclosed_one_by_one(name: str) -> None:
     kept = [value + 1 for block in receipt.blocks for value in block.kept_less_one]
     seen = {}
     for position in {*range(0, len(tokens), 9), *range(60, len(tokens), 64), len(tokens) - 1}:
-        token = verify_disclosure(make_disclosure(receipt, position).encode(), EXPECTED)
+        token = verify_disclosure(make_disclosure(receipt, position).encode(), position, EXPECTED)
         assert (token.position, token.token_id, token.low, token.width) == (position, tokens[position], *rows[position])
         span = next(span for span in receipt.final.sampling if position < span.end)
         table = [*receipt.header.revisions, *(entry for _, entry in receipt.final.added)]
@@ -59,20 +59,21 @@ def test_tokens_of_a_receipt_can_be_disclosed_one_by_one(name: str) -> None:
 def test_path_of_another_length_is_refused() -> None:
     path = json.loads(make_disclosure(LONG, 0).encode())["path"]
     assert len(path) == 4
-    assert refusal(damaged(0, path=path[:-1])) == "path_length"
-    assert refusal(damaged(0, path=[*path, "ab" * 32])) == "path_length"
-    assert refusal(damaged(0, path=["ab" * 32] * 65)) == "limit_exceeded"
-    assert refusal(damaged(0, path=path[::-1])) == "root_mismatch"
+    assert refusal(damaged(0, path=path[:-1]), 0) == "path_length"
+    assert refusal(damaged(0, path=[*path, "ab" * 32]), 0) == "path_length"
+    assert refusal(damaged(0, path=["ab" * 32] * 65), 0) == "limit_exceeded"
+    assert refusal(damaged(0, path=path[::-1]), 0) == "root_mismatch"
 
 
 def test_position_outside_the_tree_is_refused() -> None:
-    assert refusal(damaged(0, position=700)) == "leaf_index"
+    assert refusal(damaged(699), 700) == "leaf_index"
+    assert refusal(damaged(0), -1) == "leaf_index"
     with pytest.raises(ReceiptError):
         make_disclosure(LONG, 700)
 
 
 def test_block_under_another_position_is_refused() -> None:
-    assert refusal(damaged(0, position=64)) == "block_order"
+    assert refusal(damaged(0), 64) == "block_order"
 
 
 def test_inner_node_passed_off_as_a_leaf_leads_elsewhere() -> None:
@@ -81,21 +82,24 @@ def test_inner_node_passed_off_as_a_leaf_leads_elsewhere() -> None:
     assert node_hash(leaves[0], leaves[1]) != leaf_hash(leaves[0] + leaves[1])
     body = base64.b64encode(leaves[0] + leaves[1]).decode()
     path = json.loads(make_disclosure(LONG, 0).encode())["path"][1:]
-    assert refusal(damaged(0, block=body, path=path)) in ("block_size", "truncated")
+    assert refusal(damaged(0, block=body, path=path), 0) in ("block_size", "truncated")
 
 
 def test_duplicated_last_leaf_is_another_tree() -> None:
     # Trees that pair an odd leaf with itself give n and n + 1 leaves one root; this one does not.
     final = json.loads(make_disclosure(LONG, 699).encode())["final"]
-    assert refusal(damaged(699, final={**final, "blocks": 12})) == "statement_mismatch"
+    assert refusal(damaged(699, final={**final, "blocks": 12}), 699) == "statement_mismatch"
 
 
 def test_token_of_another_response_is_refused() -> None:
     tokens = [token for block in LONG.blocks for token in block.tokens]
     payload = make_disclosure(LONG, 100).encode()
-    assert verify_disclosure(payload, Expected(public_key=SIGNER.public_key, token_ids=tokens)).token_id == tokens[100]
+    assert (
+        verify_disclosure(payload, 100, Expected(public_key=SIGNER.public_key, token_ids=tokens)).token_id
+        == tokens[100]
+    )
     tokens[100] += 1
-    assert refusal(payload, Expected(token_ids=tokens)) == "token_swapped"
+    assert refusal(payload, 100, Expected(token_ids=tokens)) == "token_swapped"
 
 
 def test_edited_block_is_refused() -> None:
@@ -103,14 +107,14 @@ def test_edited_block_is_refused() -> None:
     body = bytearray(disclosure.body)
     body[40] ^= 1
     block = base64.b64encode(bytes(body)).decode()
-    assert refusal(damaged(70, block=block)) == "root_mismatch"
+    assert refusal(damaged(70, block=block), 70) == "root_mismatch"
     longer = base64.b64encode(disclosure.body + b"\0").decode()
-    assert refusal(damaged(70, block=longer)) == "trailing_bytes"
+    assert refusal(damaged(70, block=longer), 70) == "trailing_bytes"
 
 
 def test_disclosure_under_another_key_is_refused() -> None:
     other = make_receipt(10, signer=type(SIGNER)(2))
-    assert refusal(make_disclosure(other, 3).encode()) == "key_mismatch"
+    assert refusal(make_disclosure(other, 3).encode(), 3) == "key_mismatch"
 
 
 def test_path_grows_with_the_logarithm_of_the_length() -> None:

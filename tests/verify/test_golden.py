@@ -43,7 +43,7 @@ def test_golden_receipt_is_one_receipt_in_three_formats_and_is_encoded_to_the_sa
 
 def test_golden_disclosure_verifies_and_is_encoded_to_the_same_bytes() -> None:
     payload = (FOLDER / "unseeded_token_65.disclosure").read_bytes()
-    assert verify_disclosure(payload, Expected(**KNOWN)).position == 65
+    assert verify_disclosure(payload, 65, Expected(**KNOWN)).position == 65
     assert decode_disclosure(payload).encode() == payload
 
 
