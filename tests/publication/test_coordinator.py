@@ -282,6 +282,19 @@ def test_lost_and_doubled_messages_do_not_fail_a_publication(
     assert service.coordinator.rank_status()["tp1"]["held"][2]["committed"]
 
 
+def test_an_abort_that_a_rank_missed_reaches_it_with_the_next_turn(service: Service, revisions: Revisions) -> None:
+    before = everything(service)
+    service.ranks.faults["tp1"] = dead("abort")
+    service.ranks.installers["tp2"].on_register = lambda shard: 1 // 0 and None
+    quick = Coordinator(revisions.store, service.journal, service.ranks, keep=None, capacity=100, deadline_s=2.0)
+    with pytest.raises(PublicationError, match="tp2"):
+        quick.publish(revisions[2], "p", 3)
+    assert revisions[2] in service.ranks.held()["tp1"].values()
+    service.ranks.faults.clear()
+    quick.pump_retirements()
+    assert everything(service) == before
+
+
 def test_a_rank_that_is_not_of_the_deployment_aborts(service: Service, revisions: Revisions) -> None:
     call = service.ranks.call
     service.ranks.call = lambda message: {**call(message), "tp9": {"ok": True}}  # type: ignore[method-assign]
@@ -549,6 +562,7 @@ def test_a_full_registry_of_long_rollouts_refuses_until_one_ends(
         service.coordinator.publish(revisions[index], "p", None)
     with pytest.raises(CapacityError):
         service.coordinator.publish(revisions[3], "p", None)
+    assert service.journal.state.status("p", revisions[1]) is Status.LIVE  # draining it would have helped nobody
     assert service.journal.state.head("p").revision_id == revisions[2]  # type: ignore[union-attr]
     service.ranks.in_flight[1] = 0
     service.coordinator.publish(revisions[3], "p", None)
