@@ -191,18 +191,18 @@ def parse_patch(name: str, raw: bytes) -> list[Change]:
         need(len(found) == 1 and found[0] != section, f"the description needs exactly one '{section.decode().strip()}'")
     need(b"Seam: " + name.removesuffix(".patch").encode() in lines, "'Seam:' is not the name of the file")
     need(not re.search(OTHER_DIFF, raw[:start], re.MULTILINE), "the description has a line that reads as a change")
-    changes: list[Change] = []
+    changes: dict[str, Change] = {}
     while start < len(raw):
         match = CHANGE.match(raw, start)
         if match is None:
             raise Refused(f"not a change of a plain file, in this form: {raw[start : start + 60]!r}")
         path, start = match[1].decode("ascii", "replace"), match.end()
         need(PATH.fullmatch(path), f"touches {path[:80]!r}, not a Python file of vllm")
-        need(path not in {change.path for change in changes}, f"changes {path} twice")
+        need(path not in changes, f"changes {path} twice")
         hunks = parse_hunks(match[4].split(b"\n")[:-1])
-        changes.append(Change(path, match[2].decode(), match[3].decode(), hunks))
+        changes[path] = Change(path, match[2].decode(), match[3].decode(), hunks)
     need(changes, "changes nothing")
-    return changes
+    return list(changes.values())
 
 
 def parse_hunks(lines: Sequence[bytes]) -> list[Hunk]:

@@ -55,14 +55,15 @@ def parse_patch(name: str, raw: bytes) -> list[Change]:
     """
     reader = _Reader(name, raw)
     reader.read_description()
-    changes: list[Change] = []
+    changes: dict[str, Change] = {}
     while not reader.at_end():
-        changes.append(reader.read_change())
-        if len({change.path for change in changes}) < len(changes):
-            raise reader.error(f"changes {changes[-1].path} twice")
+        change = reader.read_change()
+        if change.path in changes:
+            raise reader.error(f"changes {change.path} twice")
+        changes[change.path] = change
     if not changes:
         raise reader.error("changes nothing")
-    return changes
+    return list(changes.values())
 
 
 def apply_change(name: str, change: Change, content: bytes) -> bytes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,14 @@ from epochless_vllm.patch.pin import load_series
 from tests.patch.trees import copy_files, installed_root
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_power_cut_in_tests() -> Iterator[None]:
+    """Spare a thousand fsyncs: what is checked here is which bytes are written, in which order, by which process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
 
 
 @pytest.fixture(scope="session")
