@@ -8,8 +8,11 @@ tokens by adapter.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from typing import Any, NamedTuple
+
+from fastapi.responses import JSONResponse
 
 from epochless_vllm.errors import SeamError
 from epochless_vllm.plugin import metrics
@@ -104,6 +107,7 @@ def install() -> None:
     from vllm.entrypoints.generate.base.serving import GenerateBaseServing
     from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
     from vllm.entrypoints.pooling.base.serving import PoolingBaseServing
+    from vllm.entrypoints.pooling.scoring.serving import ServingScores
 
     if not hasattr(GenerateBaseServing, "annotate_choice"):
         raise SeamError(
@@ -113,6 +117,8 @@ def install() -> None:
         raise SeamError("ResponsesResponse has no from_request", target="from_request")
     if not hasattr(PoolingBaseServing, "_init_ctx"):
         raise SeamError("PoolingBaseServing has no _init_ctx", target="_init_ctx")
+    if not hasattr(ServingScores, "_build_response"):
+        raise SeamError("ServingScores has no _build_response", target="_build_response")
     GenerateBaseServing.annotate_choice = annotate_choice
     original = ResponsesResponse.from_request.__func__
     if getattr(original, "_epochless", False):
@@ -123,10 +129,13 @@ def install() -> None:
 
     from_request._epochless = True  # type: ignore[attr-defined]  # the mark of an installed seam
     ResponsesResponse.from_request = classmethod(from_request)
-    PoolingBaseServing._init_ctx = _naming_the_revision(PoolingBaseServing._init_ctx)
+    PoolingBaseServing._init_ctx = name_in_context(PoolingBaseServing._init_ctx)
+    ServingScores._build_response = name_in_scores(ServingScores._build_response)
 
 
-def _naming_the_revision(original: Any) -> Any:
+def name_in_context(original: Any) -> Any:
+    """Return a pooling class's ``_init_ctx`` that names the revision as the model of the answer."""
+
     async def _init_ctx(self: Any, *arguments: Any, **keywords: Any) -> Any:
         context = await original(self, *arguments, **keywords)
         if context.lora_request is not None:
@@ -134,3 +143,15 @@ def _naming_the_revision(original: Any) -> Any:
         return context
 
     return _init_ctx
+
+
+def name_in_scores(original: Any) -> Any:
+    """Return the scoring class's ``_build_response``, which asks for the base name, naming the revision instead."""
+
+    def _build_response(self: Any, ctx: Any) -> Any:
+        response = original(self, ctx)
+        if ctx.lora_request is None:
+            return response
+        return JSONResponse({**json.loads(response.body), "model": ctx.lora_request.lora_name})
+
+    return _build_response

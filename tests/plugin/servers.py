@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-START_TIMEOUT_S = 400
+START_TIMEOUT_S = 600
 ROOT = Path(__file__).parents[2]
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 

@@ -200,3 +200,25 @@ def test_installing_twice_keeps_one_wrapper() -> None:
     labels.install()
     assert GenerateBaseServing.annotate_choice is annotate_choice
     assert ResponsesResponse.from_request.__func__ is first  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("lora_name", [None, "policy@sha256:" + "a" * 64])
+def test_pooling_answers_name_the_revision_that_computed_them(lora_name: str | None) -> None:
+    import asyncio
+    import json
+
+    from fastapi.responses import JSONResponse
+
+    lora_request = None if lora_name is None else SimpleNamespace(lora_name=lora_name)
+
+    async def init_context(self: Any) -> Any:
+        return SimpleNamespace(lora_request=lora_request, model_name=BASE)
+
+    context = asyncio.run(labels.name_in_context(init_context)(None))
+    assert context.model_name == (lora_name or BASE)
+
+    def build(self: Any, ctx: Any) -> JSONResponse:
+        return JSONResponse({"model": BASE, "data": [0.5]})
+
+    body = json.loads(labels.name_in_scores(build)(None, context).body)
+    assert body == {"model": lora_name or BASE, "data": [0.5]}
