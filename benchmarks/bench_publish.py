@@ -37,7 +37,7 @@ def engine_arguments(store: str | None) -> Any:
         "enable_lora": True,
         "max_lora_rank": 128,
         "max_loras": 4,
-        "max_cpu_loras": 8,
+        "max_cpu_loras": 16,
         "max_model_len": 4096,
         "max_num_seqs": 2 * STREAMS,
         "async_scheduling": False,
@@ -185,19 +185,25 @@ def microseconds(service: Any) -> dict[str, float]:
 
 
 def parts(path: Path) -> dict[str, float]:
-    """Time what any durable publication must do with these bytes: one copy, two hashes, the fsyncs."""
+    """Time what any durable publication must do with these bytes: one copy, two hashes, the fsyncs.
+
+    Seven fsyncs: the weights, their description, the directory they are renamed from, into, and its parent, and the two
+    journal records that intend and commit.
+    """
     source = path / "adapter_model.safetensors"
     target = BUILD / "parts.tmp"
+    small = [BUILD / f"parts-{i}.tmp" for i in range(3)]
     results: dict[str, list[float]] = {"copy": [], "two_hashes": [], "fsyncs": []}
     for _ in range(5):
         began = time.perf_counter()
         shutil.copyfile(source, target)
         copied = time.perf_counter()
-        with target.open("rb+") as file:
-            os.fsync(file.fileno())
-        directory = os.open(BUILD, os.O_RDONLY)
-        os.fsync(directory)
-        os.close(directory)
+        for file in (target, *small):
+            if file in small:
+                file.write_bytes(b"x" * 4096)
+            sync(file, os.O_RDWR)
+        for _ in range(3):
+            sync(BUILD, os.O_RDONLY)
         synced = time.perf_counter()
         data = source.read_bytes()
         read = time.perf_counter()
@@ -206,8 +212,15 @@ def parts(path: Path) -> dict[str, float]:
         results["two_hashes"].append(time.perf_counter() - read)
         results["copy"].append(copied - began)
         results["fsyncs"].append(synced - copied)
-    target.unlink()
+    for file in (target, *small):
+        file.unlink()
     return {name: 1000 * statistics.median(values) for name, values in results.items()}
+
+
+def sync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def compare(stock: dict[str, Any], ours: dict[str, Any]) -> dict[str, float]:

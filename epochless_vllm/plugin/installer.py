@@ -7,6 +7,8 @@ is consumed by a module of exactly its shape and is finite, and builds what the 
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import hashlib
 import os
 import threading
@@ -35,7 +37,10 @@ from epochless_vllm.store.revisions import RevisionStore
 
 _TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _BITS = {"F32": np.uint32, "BF16": np.uint16, "F16": np.uint16}
-BACKGROUND_NICENESS = 10  # loading must not compete with the step loop for a core
+# All ones in a non-finite value.
+_EXPONENT = {"F32": np.uint32(0x7F800000), "BF16": np.uint16(0x7F80), "F16": np.uint16(0x7C00)}
+A_SUFFIX = ".lora_A.weight"
+BACKGROUND_NICENESS = 5  # where loading shares a core with the step loop, the step loop goes first
 
 
 @dataclass
@@ -46,7 +51,20 @@ class LoadedAdapter:
     lora_int_id: int
     lora: Any
     receipt: dict[str, Any]
-    expected_slots: SlotShards = field(default_factory=dict)
+    expected_slots: concurrent.futures.Future[SlotShards] = field(default_factory=concurrent.futures.Future)
+
+
+def leave_step_loop_alone() -> None:
+    """Move the calling thread to cores the process's step loop is not bound to, and behind it where there are none."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND_NICENESS)
+    others = set(range(os.cpu_count() or 1)) - os.sched_getaffinity(os.getpid())
+    if others:
+        with contextlib.suppress(OSError):  # a container may own fewer cores than it sees; the niceness remains
+            os.sched_setaffinity(0, others)
+
+
+def _stem(tensor: str) -> str:
+    return tensor[: -len(A_SUFFIX)]
 
 
 class LoRAInstaller:
@@ -61,6 +79,9 @@ class LoRAInstaller:
         self._held: dict[int, LoadedAdapter] = {}
         self._plans: tuple[ModulePlan, ...] | None = None
         self._plan_lock = threading.Lock()
+        self._expecting = concurrent.futures.ThreadPoolExecutor(
+            1, thread_name_prefix="epochless-slots", initializer=leave_step_loop_alone
+        )
 
     @property
     def _manager(self) -> Any:
@@ -83,7 +104,7 @@ class LoRAInstaller:
             RefusedAdapterError: the model cannot serve the adapter exactly as written.
             DigestMismatchError: the store's bytes changed.
         """
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND_NICENESS)
+        leave_step_loop_alone()
         stored = self._store.read(order.revision_id)
         modules = self._modules_of(stored)
         lora, registered = self._build(stored, modules, order.lora_int_id)
@@ -93,7 +114,8 @@ class LoRAInstaller:
             "registered_digest": registered,
         }
         loaded = LoadedAdapter(order.revision_id, order.lora_int_id, lora, receipt)
-        loaded.expected_slots = self._expect_slots(stored, modules)
+        # Needed at the first step of the adapter, not for the receipt.
+        loaded.expected_slots = self._expecting.submit(self._expect_slots, stored, modules)
         return loaded
 
     def _modules_of(self, stored: Any) -> dict[str, str]:
@@ -106,7 +128,7 @@ class LoRAInstaller:
         shapes: dict[str, list[int]] = {}
         modules: dict[str, str] = {}
         for entry in stored.manifest.tensors:
-            stem = entry.name.removesuffix(".weight")[: -len(".lora_A")]
+            stem = _stem(entry.name)
             try:
                 module = parse_fine_tuned_lora_name(entry.name, mapper)[0]
             except ValueError as error:
@@ -116,7 +138,7 @@ class LoRAInstaller:
             if modules.setdefault(stem, module) != module:
                 raise RefusedAdapterError(f"{stem}: A and B map to different modules", reason="unmapped_tensor")
             shape = shapes.setdefault(module, [0, 0, 0])
-            if entry.name.endswith(".lora_A.weight"):
+            if entry.name.endswith(A_SUFFIX):
                 shape[0], shape[1] = entry.shape
             else:
                 shape[2] = entry.shape[0]
@@ -135,29 +157,40 @@ class LoRAInstaller:
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.lora_weights import LoRALayerWeights
 
-        target = _TORCH[self._dtype]
         loras: dict[str, Any] = {}
         for entry in stored.manifest.tensors:
-            stem = entry.name.removesuffix(".weight")[: -len(".lora_A")]
-            source = torch.frombuffer(stored.tensors[entry.name], dtype=_TORCH[entry.dtype]).reshape(entry.shape)
-            tensor = source.to(target, copy=True)
-            scaling = scaling_of(stored, entry.name)
-            if scaling != 1.0:
-                tensor *= scaling
-            if not torch.isfinite(tensor).all():
-                raise RefusedAdapterError(
-                    f"{entry.name}: holds a non-finite value in {self._dtype} after scaling; the trainer diverged, or "
-                    "the value does not fit the LoRA dtype",
-                    reason="non_finite",
-                    tensor=entry.name,
-                )
-            name = modules[stem]
-            rank = entry.shape[0] if entry.name.endswith(".lora_A.weight") else entry.shape[1]
+            name = modules[_stem(entry.name)]
+            is_a = entry.name.endswith(A_SUFFIX)
+            rank = entry.shape[0] if is_a else entry.shape[1]
             layer = loras.setdefault(name, LoRALayerWeights(name, rank, rank, None, None, scaling=1))  # type: ignore[arg-type]
-            setattr(layer, "lora_a" if entry.name.endswith(".lora_A.weight") else "lora_b", tensor)
+            setattr(layer, "lora_a" if is_a else "lora_b", self._convert(stored, entry))
         lora = LoRAModel(lora_int_id, max(layer.rank for layer in loras.values()), loras)
         self._manager._create_merged_loras_inplace(lora)
         return lora, self._read_registered(stored, modules, lora)
+
+    def _convert(self, stored: Any, entry: Any) -> torch.Tensor:
+        """Return a tensor as the registry holds it. Works in one thread: the step loop's threads are not borrowed."""
+        scaling = scaling_of(stored, entry.name)
+        data = stored.tensors[entry.name]
+        if entry.dtype == self._dtype == "F32":
+            array = np.frombuffer(data, dtype=np.float32).reshape(entry.shape).copy()
+            if scaling != 1.0:
+                array *= np.float32(scaling)
+            tensor = torch.from_numpy(array)
+        else:
+            source = torch.frombuffer(data, dtype=_TORCH[entry.dtype]).reshape(entry.shape)
+            tensor = source.to(_TORCH[self._dtype], copy=True)
+            if scaling != 1.0:
+                tensor *= scaling
+        exponent = _EXPONENT[self._dtype]
+        if np.any((self._bits_of(tensor) & exponent) == exponent):
+            raise RefusedAdapterError(
+                f"{entry.name}: holds a non-finite value in {self._dtype} after scaling; the trainer diverged, or the "
+                "value does not fit the LoRA dtype",
+                reason="non_finite",
+                tensor=entry.name,
+            )
+        return tensor
 
     def _read_registered(self, stored: Any, modules: dict[str, str], lora: Any) -> str:
         """Return the digest of what the registry will hold, found module by module where packing put it."""
@@ -167,10 +200,10 @@ class LoRAInstaller:
                 places[item.source] = (plan.name, index if len(plan.slices) > 1 else None)
         entries = []
         for entry in stored.manifest.tensors:
-            stem = entry.name.removesuffix(".weight")[: -len(".lora_A")]
+            stem = _stem(entry.name)
             name, index = places[modules[stem]]
             layer = lora.loras[name]
-            held = layer.lora_a if entry.name.endswith(".lora_A.weight") else layer.lora_b
+            held = layer.lora_a if entry.name.endswith(A_SUFFIX) else layer.lora_b
             tensor = held[index] if isinstance(held, list) else held
             entries.append((entry.name, tuple(tensor.shape), sha256_of(self._bits_of(tensor))))
         return registered_digest(entries, self._dtype)
@@ -183,8 +216,8 @@ class LoRAInstaller:
     def _expect_slots(self, stored: Any, modules: dict[str, str]) -> SlotShards:
         halves: dict[str, dict[str, Any]] = {}
         for entry in stored.manifest.tensors:
-            stem = entry.name.removesuffix(".weight")[: -len(".lora_A")]
-            half = "a" if entry.name.endswith(".lora_A.weight") else "b"
+            stem = _stem(entry.name)
+            half = "a" if entry.name.endswith(A_SUFFIX) else "b"
             bits, sha256 = expect_tensor(stored, entry, self._dtype)
             halves.setdefault(modules[stem], {}).update({half: bits, f"sha256_{half}": sha256})
         return expect_slots(self._plan(), {name: ExpectedPair(**parts) for name, parts in halves.items()})
@@ -227,7 +260,7 @@ class LoRAInstaller:
         except Exception as error:  # noqa: BLE001  # whatever the copy raised, the slot is half-written: free it
             self._free_slot(lora_int_id)
             return {"ok": False, "reason": f"activation failed: {type(error).__name__}: {error}"}
-        for name, shards in held.expected_slots.items():
+        for name, shards in held.expected_slots.result().items():
             if actual[name] != shards:
                 self._free_slot(lora_int_id)
                 return {"ok": False, "reason": f"{name}: the device slot does not hold the revision's bytes"}
@@ -241,7 +274,7 @@ class LoRAInstaller:
             stacked_a, stacked_b = module.lora_a_stacked, module.lora_b_stacked
             if isinstance(stacked_a, torch.Tensor):
                 stacked_a, stacked_b = (stacked_a,), (stacked_b,)
-            wanted = held.expected_slots.get(plan.name)
+            wanted = held.expected_slots.result().get(plan.name)
             layer = held.lora.loras.get(plan.name)
             shards: list[tuple[str, str] | None] = []
             for index in range(len(plan.slices)):

@@ -8,12 +8,16 @@ check, never a repair. Knows nothing of what the values mean.
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from epochless_vllm.errors import EncodingError
 
 MAX_INTEGER = (1 << 53) - 1  # the largest integer every JSON reader keeps exactly
 MAX_DEPTH = 16  # nothing of ours nests deeper; checked before parsing, against recursion bombs
+# An unterminated string runs to the end, so that the scan stays linear on hostile text.
+_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
+_BRACKET = re.compile(r"[\[\]{}]")
 MAX_BYTES = 64 << 20  # a verbose receipt of the longest context fits
 
 
@@ -85,23 +89,11 @@ def _parse_integer(text: str) -> int:
 
 
 def _check_nesting(text: str) -> None:
-    depth, quoted, escaped = 0, False, False
-    for character in text:
-        if quoted:
-            if escaped:
-                escaped = False
-            elif character == "\\":
-                escaped = True
-            elif character == '"':
-                quoted = False
-        elif character == '"':
-            quoted = True
-        elif character in "[{":
-            depth += 1
-            if depth > MAX_DEPTH:
-                raise _refusal("too_deep", f"nested deeper than {MAX_DEPTH}")
-        elif character in "]}":
-            depth -= 1
+    depth = 0
+    for bracket in _BRACKET.findall(_STRING.sub("", text)):
+        depth += 1 if bracket in "[{" else -1
+        if depth > MAX_DEPTH:
+            raise _refusal("too_deep", f"nested deeper than {MAX_DEPTH}")
 
 
 def _check_value(value: Any, depth: int) -> None:

@@ -19,7 +19,7 @@ from epochless_vllm.protocol.manifest import RevisionId
 from epochless_vllm.publication.participant import REFUSED
 
 FIRST_POLL_S = 0.001  # a small adapter is loaded by then
-SLOWEST_POLL_S = 0.020  # each poll interrupts the engine's steps for a moment
+SLOWEST_POLL_S = 0.005  # each poll interrupts the engine's steps for a moment
 MAX_RECEIPT_BYTES = 16 << 10  # a receipt holds a few digests
 
 Receipts = dict[str, dict[str, Any]]

@@ -1,0 +1,112 @@
+"""Publication on two tensor-parallel ranks of the real engine: all ranks or none, each shard read back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from epochless_vllm.errors import RankRefusalError
+from tests.engines import finish, generate, logprob_of, make_engine, start, tokens_of
+from tests.tiny_model import make_adapter, make_model
+
+pytestmark = pytest.mark.engine
+
+PROMPT = "Two ranks hold one policy, or neither does. " * 5
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def llm(root: Path) -> Iterator[Any]:
+    engine = make_engine(
+        make_model(root / "model"),
+        root / "store",
+        epochless={"keep": None},
+        tensor_parallel_size=2,
+        max_loras=2,
+        max_cpu_loras=6,
+    )
+    yield engine
+    engine.llm_engine.engine_core.shutdown()
+
+
+@pytest.fixture(scope="module")
+def publish(llm: Any) -> Callable[..., Any]:
+    from epochless_vllm.plugin import engine
+
+    def publish(path: Path, policy: str) -> Any:
+        published = engine.publish(llm, path, policy=policy)
+        return published, engine.resolve(llm, policy)
+
+    return publish
+
+
+def test_every_rank_gives_its_receipt(publish: Callable[..., Any], root: Path) -> None:
+    published, _ = publish(make_adapter(root / "a", seed=1), "first")
+    assert sorted(published.receipts) == ["engine0/rank0", "engine0/rank1"]
+    digests = {receipt["registered_digest"] for receipt in published.receipts.values()}
+    assert len(digests) == 1
+    for receipt in published.receipts.values():
+        assert receipt["source_digest"] == published.publication.revision_id
+
+
+def test_running_stream_is_unchanged_by_publishes_beside_it(llm: Any, publish: Callable[..., Any], root: Path) -> None:
+    _, lora = publish(make_adapter(root / "b", seed=2), "second")
+    new = [make_adapter(root / f"new-{seed}", seed=seed) for seed in (3, 4)]
+
+    def run(actions: dict[int, Callable[[], Any]]) -> Any:
+        request_id = start(llm, PROMPT, lora, 40, salt="ranks")
+        return finish(llm, actions)[request_id]
+
+    run({})
+    quiet = run({})
+    busy = run({6: lambda: publish(new[0], "second"), 14: lambda: publish(new[1], "third")})
+    assert tokens_of(busy) == tokens_of(quiet)
+    assert logprob_of(busy) == logprob_of(quiet)
+
+
+def test_revisions_in_one_batch_keep_their_own_rows(llm: Any, publish: Callable[..., Any], root: Path) -> None:
+    loras = [publish(root / name, policy)[1] for name, policy in (("a", "first"), ("b", "mixed"))] + [None]
+    alone = [generate(llm, PROMPT, lora, 20, salt="mixed") for lora in loras]
+    ids = [start(llm, PROMPT, lora, 20, salt="mixed") for lora in loras]
+    outputs = finish(llm)
+    assert [tokens_of(outputs[i]) for i in ids] == [tokens_of(output) for output in alone]
+
+
+def test_a_wrong_shard_on_one_rank_is_found_before_its_first_step(
+    llm: Any, publish: Callable[..., Any], root: Path
+) -> None:
+    core = llm.llm_engine.engine_core.engine_core
+    _, lora = publish(root / "new-4", "corrupt")
+    # The registry of both ranks is edited in place; rank 1's shard then differs from the file's.
+    core.collective_rpc(_corrupt_rank_one, args=(lora.lora_int_id,))
+    request_id = start(llm, PROMPT, lora, 8)
+    output = finish(llm)[request_id]
+    assert output.outputs[0].finish_reason == "error"
+    from epochless_vllm.errors import QuarantinedRevisionError
+    from epochless_vllm.plugin.engine import resolve
+
+    with pytest.raises(QuarantinedRevisionError, match="engine0/rank1"):
+        resolve(llm, "corrupt")
+    assert len(tokens_of(generate(llm, PROMPT, resolve(llm, "first")))) == 16
+
+
+def _corrupt_rank_one(worker: Any, lora_int_id: int) -> None:
+    if worker.rank == 1:
+        lora = worker.model_runner.lora_manager._adapter_manager._registered_adapters[lora_int_id]
+        lora.loras["model.layers.0.mlp.down_proj"].lora_a[0, -1] += 1.0
+
+
+def test_refusal_of_the_ranks_leaves_both_as_they_were(llm: Any, publish: Callable[..., Any], root: Path) -> None:
+    core = llm.llm_engine.engine_core.engine_core
+    before = core.collective_rpc("list_loras")
+    with pytest.raises(RankRefusalError, match=r"engine0/rank[01]"):
+        publish(make_adapter(root / "wide", seed=9, intermediate_size=640), "first")
+    assert core.collective_rpc("list_loras") == before
+    assert before[0] == before[1]
