@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import re
+from dataclasses import dataclass
 from typing import NoReturn
 
 from epochless_vllm.errors import TokenizerError
@@ -21,9 +22,9 @@ GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|
 
 _CONTROLS = {"r": "\r", "n": "\n", "t": "\t", "f": "\f", "v": "\v"}
 _PROPERTY = re.compile(r"\{(\^?)([A-Z][a-z]?)\}")
-_REPEAT = re.compile(r"\{[0-9]{1,3}(?:,(?:[0-9]{1,3})?)?\}")
+_REPEAT = re.compile(r"[?*+]|\{[0-9]{1,3}(?:,(?:[0-9]{1,3})?)?\}")
 _GROUPS = ("(?:", "(?i:", "(?=", "(?!")
-_SPECIAL = ".^$"
+_SPECIAL = ".^$]}?*+{"
 
 
 @functools.lru_cache(maxsize=64)
@@ -37,50 +38,67 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
         raise _refusal(pattern, f"longer than {MAX_LENGTH} characters")
     translated = _Translator(pattern).translate()
     try:
-        compiled = re.compile(translated)
+        return re.compile(translated)
     except (re.error, OverflowError, RecursionError):
         raise _refusal(pattern, "not well formed") from None
-    if compiled.fullmatch("") is not None:
-        raise _refusal(pattern, "matches the empty text")
-    return compiled
+
+
+@dataclass
+class _Group:
+    """A group being read: whether some alternative before this one, and this one so far, need no character."""
+
+    opening: str
+    some_empty: bool = False
+    this_empty: bool = True
 
 
 class _Translator:
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
         self._at = 0
-        self._groups: list[str] = []
+        self._groups = [_Group("")]
 
     def translate(self) -> str:
         out: list[str] = []
-        repeatable = False
         while self._at < len(self._pattern):
             character = self._pattern[self._at]
-            if character in "?*+{":
-                out.append(self._quantifier(repeatable, after_group=out[-1:] == [")"]))
-                repeatable = False
-                continue
-            repeatable = character not in "(|"
-            if character == "(":
+            if character == "|":
+                group = self._groups[-1]
+                group.some_empty, group.this_empty = group.some_empty or group.this_empty, True
+                out.append(self._take(1))
+            elif character == "(":
                 out.append(self._open_group())
-            elif character == "|":
-                out.append(self._take(1))
-            elif character == ")":
-                if not self._groups:
-                    self._fail("an unmatched )")
-                repeatable = self._groups.pop() in ("(?:", "(?i:")
-                out.append(self._take(1))
-            elif character == "[":
-                out.append(self._class())
-            elif character == "\\":
-                out.append(self._escape())
-            elif character in _SPECIAL or character in "]}":
-                self._fail(f"an unescaped {character}")
             else:
-                out.append(self._literal(self._take(1)))
-        if self._groups:
+                out += self._atom(character)
+        if len(self._groups) > 1:
             self._fail("a group that does not end")
+        if self._groups[0].some_empty or self._groups[0].this_empty:
+            # Engines differ in where they look next after an empty match.
+            self._fail("matches the empty text")
         return "".join(out)
+
+    def _atom(self, character: str) -> list[str]:
+        """Return one atom, or the end of a group, with its repetition if it has one."""
+        consumes = repeatable = True
+        if character == ")":
+            group = self._groups.pop()
+            if not self._groups:
+                self._fail("an unmatched )")
+            repeatable = group.opening in ("(?:", "(?i:")
+            consumes = repeatable and not (group.some_empty or group.this_empty)
+            atom = self._take(1)
+        elif character == "[":
+            atom = self._class()
+        elif character == "\\":
+            atom = self._escape()
+        elif character in _SPECIAL:
+            self._fail(f"an unescaped {character}")
+        else:
+            atom = self._literal(self._take(1))
+        repetition = self._repetition(repeatable, after_group=character == ")")
+        if consumes and not repetition.startswith(("?", "*", "{0")):
+            self._groups[-1].this_empty = False
+        return [atom, repetition]
 
     def _take(self, count: int) -> str:
         taken = self._pattern[self._at : self._at + count]
@@ -90,15 +108,17 @@ class _Translator:
     def _open_group(self) -> str:
         for opening in _GROUPS:
             if self._pattern.startswith(opening, self._at):
-                self._groups.append(opening)
+                self._groups.append(_Group(opening))
                 return self._take(len(opening))
         raise _refusal(self._pattern, "a group of another kind than " + " ".join(_GROUPS))
 
-    def _quantifier(self, repeatable: bool, *, after_group: bool) -> str:
+    def _repetition(self, repeatable: bool, *, after_group: bool) -> str:
         found = _REPEAT.match(self._pattern, self._at)
-        taken = self._take(len(found.group()) if found else 1)
-        if not repeatable or taken == "{":
-            self._fail(f"{taken} after nothing that can be repeated")
+        if found is None:
+            return ""
+        taken = self._take(len(found.group()))
+        if not repeatable:
+            self._fail("a repeated lookahead")
         if after_group and taken != "?":
             self._fail("a repeated group")
         if self._pattern[self._at : self._at + 1] in ("?", "+", "*", "{"):
@@ -106,7 +126,9 @@ class _Translator:
         return taken
 
     def _literal(self, character: str) -> str:
-        if "(?i:" in self._groups and not (character.isascii() and character.isprintable()):
+        if any(group.opening == "(?i:" for group in self._groups) and not (
+            character.isascii() and character.isprintable()
+        ):
             self._fail("a caseless literal outside printable ASCII")
         return re.escape(character)
 
@@ -169,7 +191,7 @@ class _Translator:
         return ord(character)
 
     def _spell(self, points: Ranges) -> str:
-        if "(?i:" in self._groups:
+        if any(group.opening == "(?i:" for group in self._groups):
             self._fail("a caseless class")
         merged = merge_ranges(points)
         if not merged:

@@ -161,8 +161,11 @@ def tokenizer_from_bytes(payload: bytes) -> Tokenizer:
             refuse(FILE_NAME, "an object names a key twice")
         return value
 
+    def finite(constant: str) -> float:
+        refuse(FILE_NAME, f"{constant} is not a number of JSON")
+
     try:
-        document = json.loads(payload.decode("utf-8"), object_pairs_hook=unique)
+        document = json.loads(payload.decode("utf-8"), object_pairs_hook=unique, parse_constant=finite)
     except (ValueError, RecursionError):  # not UTF-8, not JSON, endless digits, or nested without end
         refuse(FILE_NAME, "not strict JSON")
     return Tokenizer(as_object(document, FILE_NAME))
