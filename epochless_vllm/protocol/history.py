@@ -84,11 +84,13 @@ class History(Mapping[int, Publication]):
             longer = History.__new__(History)
             longer._length = self._length + 1
             longer._shared = self._shared
-            if len(self._shared.log) != self._length:  # another continuation owns what follows
+            following = self._shared.log[self._length : longer._length]
+            if following and following[0] != publication:  # another continuation owns what follows
                 longer._shared = _Shared()
                 for earlier in self._shared.log[: self._length]:
                     longer._shared.add(earlier)
-            longer._shared.add(publication)
+            if following != [publication]:
+                longer._shared.add(publication)
         return longer
 
     def __getitem__(self, sequence: int) -> Publication:

@@ -64,6 +64,11 @@ class Journal:
         return self._replay.state
 
     @property
+    def replay(self) -> Replay:
+        """The rows as last read or written here, with the state after them."""
+        return self._replay
+
+    @property
     def epoch(self) -> int:
         """The epoch this process writes in: the one it began, or found when it opened the journal."""
         return self._epoch
@@ -264,8 +269,11 @@ class JournalView:
     Separate from Journal because a connection does not see the file's change counter move by its own commits.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, *, after: Journal | None = None) -> None:
         """Open an existing journal.
+
+        Args:
+            after: a journal of the same file that this process has open: what it has read is not read again.
 
         Raises:
             JournalError: it is missing or damaged. StoreError: it cannot be opened.
@@ -273,7 +281,7 @@ class JournalView:
         self.path = Path(path)
         self._connection = open_connection(self.path)
         self._connection.execute("PRAGMA query_only = ON")
-        self._replay = Replay()
+        self._replay = Replay() if after is None else after.replay
         self._version = -1
 
     def current(self) -> State:

@@ -33,6 +33,7 @@ from epochless_vllm.protocol.publication import (
     apply,
 )
 from epochless_vllm.publication.journal import Journal, JournalView
+from epochless_vllm.publication.rows import Replay
 from tests.protocol.test_publication import A, B, answers, likely_events
 from tests.publication.conftest import MEMORY
 from tests.publication.fakes import run_processes
@@ -193,6 +194,25 @@ def test_a_view_reads_rows_only_when_the_file_changed(
     for _ in range(100):
         assert view.current() is state
     assert set(statements) == {"PRAGMA data_version"}
+    view.close()
+
+
+def test_a_view_may_start_from_what_the_journal_has_read(
+    journal: Journal, journal_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(journal, 1, A)
+    view = JournalView(journal_path, after=journal)
+    read: list[int] = []
+    original = Replay._read
+    monkeypatch.setattr(
+        Replay, "_read", lambda self, values, path: read.append(values[0]) or original(self, values, path)
+    )
+    assert view.current() == journal.state
+    for step in (2, 3):
+        publish(journal, step, B if step == 2 else A)
+        assert view.current() == journal.state
+    assert read == [4, 5, 6, 7]
+    assert view.current().publications._shared is journal.state.publications._shared
     view.close()
 
 

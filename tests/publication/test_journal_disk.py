@@ -148,6 +148,7 @@ print(journal.append(Intended(Intent(1, "p", 1, "sha256:" + "a" * 64, 1))).last_
 """
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tells a failed write from a failed sync by a name new in 3.11")
 def test_a_file_size_limit_is_met_like_a_full_disk(journal_path: Path) -> None:
     finished = subprocess.run(
         [sys.executable, "-c", LIMITED, str(journal_path)], capture_output=True, text=True, cwd=disk_faults.ROOT
