@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from epochless_vllm.errors import TokenizerError
-from epochless_vllm.reference.token_patterns import GPT2, compile_pattern
-from epochless_vllm.reference.unicode_tables import INERT
+from epochless_vllm.reference.token_patterns import GPT2, compile_pattern, spell_class
+from epochless_vllm.reference.unicode_tables import INERT, numerals
 
 Normalize = Callable[[str], str]
 Split = Callable[[str], list[str]]
@@ -95,7 +95,7 @@ def _splits_of(step: Mapping[str, Any]) -> list[Split]:
         return [*prefix, *own, _spell_bytes]
     if kind == "Digits":
         individual = _switch(step, "individual_digits", "pre_tokenizer", default=False)
-        return [_isolate(compile_pattern(r"\p{N}" if individual else r"\p{N}+"))]
+        return [_isolate(re.compile(spell_class(numerals()) + ("" if individual else "+")))]
     if kind == "Split":
         pattern, behavior = _pattern(step.get("pattern")), step.get("behavior")
         inverted = _switch(step, "invert", "pre_tokenizer", default=False)

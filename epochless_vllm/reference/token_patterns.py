@@ -43,6 +43,11 @@ def compile_pattern(pattern: str) -> re.Pattern[str]:
         raise _refusal(pattern, "not well formed") from None
 
 
+def spell_class(points: Ranges) -> str:
+    """Return a class of ``re`` that matches any of the code points, of which there must be one."""
+    return "[" + "".join(f"\\U{first:08x}-\\U{last:08x}" for first, last in merge_ranges(points)) + "]"
+
+
 @dataclass
 class _Group:
     """A group being read: whether some alternative before this one, and this one so far, need no character."""
@@ -193,10 +198,9 @@ class _Translator:
     def _spell(self, points: Ranges) -> str:
         if any(group.opening == "(?i:" for group in self._groups):
             self._fail("a caseless class")
-        merged = merge_ranges(points)
-        if not merged:
+        if not points:
             self._fail("a class of no characters")
-        return "[" + "".join(f"\\U{first:08x}-\\U{last:08x}" for first, last in merged) + "]"
+        return spell_class(points)
 
     def _fail(self, detail: str) -> NoReturn:
         raise _refusal(self._pattern, detail)

@@ -1,8 +1,9 @@
 """Facts of Unicode that no release of Python states the way the tokenizers library reads them. Data only.
 
-General categories are those of Unicode 16.0, on which the library's regular expressions rest: unicodedata, which every
-Python from 3.10 (Unicode 13.0) on agrees with where it is old enough, and a table of what came later. ``INERT`` are
-code points younger than Unicode 9.0 that the library's normalizer leaves alone and Python's would reorder or compose.
+Each part of the library has Unicode tables of its own; those of release 0.23 are repeated here. General categories are
+those of Unicode 16.0, on which its regular expressions rest: unicodedata, which every Python from 3.10 (Unicode 13.0)
+on agrees with where it is old enough, and a table of what came later. ``INERT`` are code points younger than Unicode
+9.0 that its normalizer leaves alone and Python's would reorder or compose.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ _SINCE_9 = (
     "1193D-1193E 11943 119E0 11A34 11A47 11A99 11D42 11D44-11D45 11D97 11F41-11F42 1611E-16129 1612F 16D63 "
     "16D67-16D6A 16FF0-16FF1 1E08F 1E130-1E136 1E2AE 1E2EC-1E2EF 1E4EC-1E4EF 1E5EE-1E5EF"
 )
+_NUMERALS_SINCE_16 = "11DE0-11DE9 16FF4-16FF6"
 
 Ranges = list[tuple[int, int]]
 """Inclusive ranges of code points, in order and apart."""
@@ -112,6 +114,11 @@ def points_of(name: str) -> Ranges:
     return merge_ranges(
         [pair for category in by_category if category.startswith(name) for pair in by_category[category]]
     )
+
+
+def numerals() -> Ranges:
+    """Return what the library's Digits step takes for digits: numbers of any kind, as of Unicode 17.0."""
+    return merge_ranges(points_of("N") + _expand(_NUMERALS_SINCE_16))
 
 
 def merge_ranges(ranges: Ranges) -> Ranges:

@@ -18,7 +18,7 @@ from epochless_vllm.reference.bpe import merge_symbols
 from epochless_vllm.reference.pretokenizers import BYTE_CHARACTERS, normalize_nfc
 from epochless_vllm.reference.token_patterns import compile_pattern
 from epochless_vllm.reference.tokenizer import Tokenizer, read_tokenizer, tokenizer_from_bytes
-from epochless_vllm.reference.unicode_tables import INERT, WHITE_SPACE, invert_ranges, points_of
+from epochless_vllm.reference.unicode_tables import INERT, WHITE_SPACE, invert_ranges, numerals, points_of
 from tests.reference.tokenizer_cases import CASED, GPT2, LLAMA3, NAMES, PUNCTUATED, QWEN, VECTORS, buffers
 
 SCALARS = [point for point in range(0x110000) if not 0xD800 <= point < 0xE000]
@@ -81,16 +81,13 @@ def test_every_character_is_classed_as_the_library_classes_it() -> None:
 
 
 def test_every_numeral_is_a_digit_of_the_library() -> None:
-    split = pre_tokenizers.Digits(individual_digits=True)
-    members = {point for first, last in points_of("N") for point in range(first, last + 1)}
-    singles = {piece for begin in range(0, len(ASSIGNED), 1 << 11)
-               for piece, _ in split.pre_tokenize_str("".join(map(chr, ASSIGNED[begin : begin + (1 << 11)])))
-               if len(piece) == 1}  # fmt: skip
-    assert {chr(point) for point in members} <= singles
-    others = random.Random(0).sample(ASSIGNED, 2000)
-    for point in others:
-        pieces = split.pre_tokenize_str(f"a{chr(point)}a")
-        assert (len(pieces) == 3) == (point in members)
+    members = {point for first, last in numerals() for point in range(first, last + 1)}
+    for individual in (True, False):
+        split = pre_tokenizers.Digits(individual_digits=individual)
+        for point in [*members, *random.Random(0).sample(ASSIGNED, 20000)]:
+            pieces = [piece for piece, _ in split.pre_tokenize_str(f"a{chr(point)}{chr(point)}a")]
+            expected = 1 if point not in members else 4 if individual else 3
+            assert len(pieces) == expected, hex(point)
 
 
 def test_normal_form_is_the_librarys() -> None:
