@@ -139,7 +139,7 @@ def lay_out(tensors: list[tuple[str, str, tuple[int, ...]]]) -> list[TensorRecor
 def _read_exactly(read: Callable[[int], bytes], count: int) -> bytes:
     pieces: list[bytes] = []
     missing = count
-    while missing:
+    while missing > 0:
         piece = read(min(missing, 1 << 20))
         if not piece:
             refuse("truncated", f"the file ends inside its header, {missing} bytes early", need=count)
