@@ -34,7 +34,6 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         (LLAMA, "is_causal", False),
         (LLAMA, "qkv_bias", True),
         (LLAMA, "partial_rotary_factor", 0.5),
-        (LLAMA, "num_attention_heads", 5),
         (LLAMA, "num_key_value_heads", 3),
         (LLAMA, "num_key_value_heads", 0),
         (LLAMA, "head_dim", 13),
@@ -62,8 +61,15 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 def test_what_is_not_computed_is_refused_by_name(base: dict[str, Any], field: str, value: object) -> None:
     with pytest.raises(ModelRefusedError) as caught:
         config_from_document(base | {field: value})
-    named = "hidden_size" if (field, value) == ("num_attention_heads", 5) else field
-    assert caught.value.fields["field"] in (named, "num_key_value_heads" if value == 5 else named)
+    assert caught.value.fields["field"] == field
+
+
+def test_heads_that_do_not_divide_the_hidden_size_are_refused() -> None:
+    uneven = {"num_attention_heads": 5, "num_key_value_heads": 5}
+    with pytest.raises(ModelRefusedError) as caught:
+        config_from_document(LLAMA | uneven)
+    assert caught.value.fields["field"] == "hidden_size"
+    assert config_from_document(LLAMA | uneven | {"head_dim": 20}).query_size == 100
 
 
 @pytest.mark.parametrize(

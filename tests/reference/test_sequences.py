@@ -19,6 +19,7 @@ from tests.reference.differential import collect, write_case
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning:transformers"),
     pytest.mark.filterwarnings("ignore::FutureWarning:torch"),
+    pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`"),
 ]
 
 CASE = "gqa-2x"
