@@ -23,6 +23,12 @@ def world() -> Iterator[World]:
         yield make_world(Path(directory))
 
 
+@pytest.fixture
+def place(world: World) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir=world.directory) as directory:
+        yield Path(directory)
+
+
 def is_fast(scenario: Scenario) -> bool:
     """Each point once by exit, a few by SIGKILL; of the ranks, the middle one."""
     if scenario.process in ("tp0", "tp2"):
@@ -39,8 +45,8 @@ def find(world: World, name: str) -> Scenario:
 
 
 @pytest.mark.parametrize("name", FAST)
-def test_a_cut_loses_nothing_committed_and_shows_nothing_uncommitted(world: World, tmp_path: Path, name: str) -> None:
-    assert run(world, find(world, name), tmp_path).problems == []
+def test_a_cut_loses_nothing_committed_and_shows_nothing_uncommitted(world: World, place: Path, name: str) -> None:
+    assert run(world, find(world, name), place).problems == []
 
 
 def test_scenarios_have_names_of_their_own() -> None:
@@ -59,7 +65,7 @@ def test_scenarios_have_names_of_their_own() -> None:
 )
 def test_the_campaign_notices_a_server_that_does_not_recover(
     world: World,
-    tmp_path: Path,
+    place: Path,
     monkeypatch: pytest.MonkeyPatch,
     target: type,
     attribute: str,
@@ -69,5 +75,5 @@ def test_the_campaign_notices_a_server_that_does_not_recover(
 ) -> None:
     """The last one is no fault: the new epoch aborts what the sweep would have found."""
     monkeypatch.setattr(target, attribute, mutant)
-    problems = run(world, find(world, name), tmp_path).problems
+    problems = run(world, find(world, name), place).problems
     assert (problems == []) if problem is None else (problem in problems[0])
