@@ -128,7 +128,7 @@ MUTANTS = (
     Mutant("no mask", "forward", "scores[:, known:] += b.mask[:count, :count]", "pass"),
     Mutant("own position not seen", "forward", "seen = self._length + count\n        scores = b.scores[:seen]",
            "seen = max(1, self._length)\n        scores = b.scores[:seen]"),
-    Mutant("first position forgotten", "forward", "b.values[index, shared, :seen].T, b.context",
+    Mutant("values in reverse order", "forward", "b.values[index, shared, :seen].T, b.context",
            "b.values[index, shared, :seen][::-1].T, b.context"),
     Mutant("no residual round attention", "forward", "spans, normed)\n        hidden += normed\n\n    def _place",
            "spans, normed)\n        hidden[...] = normed\n\n    def _place"),
