@@ -12,7 +12,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -160,8 +160,9 @@ class FileLock:
                 path=str(self.path.parent),
                 holder=holder,
             ) from error
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{purpose}, process {os.getpid()}\n".encode(), 0)
+        with suppress(OSError):  # a note for people; on a full disk the lock counts without it
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{purpose}, process {os.getpid()}\n".encode(), 0)
         self._descriptor: int | None = descriptor
 
     def release(self) -> None:

@@ -41,8 +41,10 @@ class Incoming:
         Raises:
             StoreError: it still has its name.
         """
-        with self._owned() as grave:
-            rename_durable(directory, grave)
+        # Without a lock, since a full disk may have no room for one; another process may help to remove the remains.
+        grave = self._fresh()
+        rename_durable(directory, grave)
+        self._discard(grave)
 
     def names(self) -> tuple[str, ...]:
         """Return the entries, locks included, sorted."""
@@ -65,7 +67,7 @@ class Incoming:
     @contextlib.contextmanager
     def _owned(self) -> Iterator[Path]:
         """Yield a fresh path that this process owns for the block; whatever is there at its end is removed."""
-        path = self.path / f"{os.getpid()}-{secrets.token_hex(8)}"
+        path = self._fresh()
         with storage_errors(path, "lock"):
             lock = FileLock(f"{path}.lock", purpose="writing a revision")
         try:
@@ -73,6 +75,9 @@ class Incoming:
         finally:
             self._discard(path)
             lock.release()
+
+    def _fresh(self) -> Path:
+        return self.path / f"{os.getpid()}-{secrets.token_hex(8)}"
 
     def _discard(self, path: Path) -> None:
         # What cannot be removed now is a leftover, removed at the next start.

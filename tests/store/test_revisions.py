@@ -408,11 +408,13 @@ def test_disk_failure_anywhere_adds_nothing_and_is_our_error(
     def fail(*args: Any, **options: Any) -> Any:
         raise OSError(code, os.strerror(code))
 
+    descriptors = os.listdir("/proc/self/fd")
     with monkeypatch.context() as patched:
         patched.setattr(os, call, fail)
         with pytest.raises(StorageFullError if code == errno.ENOSPC else StoreError):
             store.ingest_directory(adapter)
     assert getattr(os, call) is original
+    assert os.listdir("/proc/self/fd") == descriptors
     if call != "fsync":
         assert store.list() == ()
     assert store.clear_incoming() == ()
@@ -597,6 +599,21 @@ def test_collect_removes_what_is_old_and_not_kept(store: RevisionStore, tmp_path
     assert (report.removed, report.kept, report.freed_bytes) == ((ids[1],), 3, size)
     assert set(store.list()) == {ids[0], ids[2], ids[3]}
     assert set(store.collect((), older_than_s=-1).removed) == {ids[0], ids[2], ids[3]}
+    assert tree(store) == {}
+
+
+def test_collect_frees_space_on_a_disk_that_takes_no_more_bytes(
+    store: RevisionStore, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    revision_id = store.ingest_directory(adapter).revision_id
+
+    def full(*_: Any, **__: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        for call in ("write", "pwrite", "mkdir"):
+            patched.setattr(os, call, full)
+        assert store.collect((), older_than_s=-1).removed == (revision_id,)
     assert tree(store) == {}
 
 
