@@ -8,11 +8,9 @@ is consumed by a module of exactly its shape and is finite, and builds what the 
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import hashlib
-import os
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ import numpy as np
 import torch
 
 from epochless_vllm.errors import CapacityError, RefusedAdapterError
+from epochless_vllm.plugin.background import short_turns, step_aside
 from epochless_vllm.plugin.expectations import (
     DTYPE_OF_TORCH,
     ExpectedPair,
@@ -38,9 +37,8 @@ from epochless_vllm.store.revisions import RevisionStore
 _TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _BITS = {"F32": np.uint32, "BF16": np.uint16, "F16": np.uint16}
 # All ones in a non-finite value.
-_EXPONENT = {"F32": np.uint32(0x7F800000), "BF16": np.uint16(0x7F80), "F16": np.uint16(0x7C00)}
+_EXPONENT = {"BF16": np.uint16(0x7F80), "F16": np.uint16(0x7C00)}
 A_SUFFIX = ".lora_A.weight"
-BACKGROUND_NICENESS = 5  # where loading shares a core with the step loop, the step loop goes first
 
 
 @dataclass
@@ -51,16 +49,7 @@ class LoadedAdapter:
     lora_int_id: int
     lora: Any
     receipt: dict[str, Any]
-    expected_slots: concurrent.futures.Future[SlotShards] = field(default_factory=concurrent.futures.Future)
-
-
-def leave_step_loop_alone() -> None:
-    """Move the calling thread to cores the process's step loop is not bound to, and behind it where there are none."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BACKGROUND_NICENESS)
-    others = set(range(os.cpu_count() or 1)) - os.sched_getaffinity(os.getpid())
-    if others:
-        with contextlib.suppress(OSError):  # a container may own fewer cores than it sees; the niceness remains
-            os.sched_setaffinity(0, others)
+    expected_slots: concurrent.futures.Future[SlotShards]
 
 
 def _stem(tensor: str) -> str:
@@ -80,7 +69,7 @@ class LoRAInstaller:
         self._plans: tuple[ModulePlan, ...] | None = None
         self._plan_lock = threading.Lock()
         self._expecting = concurrent.futures.ThreadPoolExecutor(
-            1, thread_name_prefix="epochless-slots", initializer=leave_step_loop_alone
+            1, thread_name_prefix="epochless-slots", initializer=step_aside
         )
 
     @property
@@ -104,19 +93,19 @@ class LoRAInstaller:
             RefusedAdapterError: the model cannot serve the adapter exactly as written.
             DigestMismatchError: the store's bytes changed.
         """
-        leave_step_loop_alone()
-        stored = self._store.read(order.revision_id)
-        modules = self._modules_of(stored)
-        lora, registered = self._build(stored, modules, order.lora_int_id)
+        step_aside()
+        with short_turns():
+            stored = self._store.read(order.revision_id)
+            modules = self._modules_of(stored)
+            lora, registered = self._build(stored, modules, order.lora_int_id)
         receipt = {
             "rank": self._rank,
             "source_digest": stored.manifest.revision_id,
             "registered_digest": registered,
         }
-        loaded = LoadedAdapter(order.revision_id, order.lora_int_id, lora, receipt)
         # Needed at the first step of the adapter, not for the receipt.
-        loaded.expected_slots = self._expecting.submit(self._expect_slots, stored, modules)
-        return loaded
+        expected = self._expecting.submit(self._expect_slots, stored, modules)
+        return LoadedAdapter(order.revision_id, order.lora_int_id, lora, receipt, expected)
 
     def _modules_of(self, stored: Any) -> dict[str, str]:
         """Return source module by tensor-name stem, after checking names, pairs and shapes against the model."""
@@ -182,8 +171,7 @@ class LoRAInstaller:
             tensor = source.to(_TORCH[self._dtype], copy=True)
             if scaling != 1.0:
                 tensor *= scaling
-        exponent = _EXPONENT[self._dtype]
-        if np.any((self._bits_of(tensor) & exponent) == exponent):
+        if not self._is_finite(tensor):
             raise RefusedAdapterError(
                 f"{entry.name}: holds a non-finite value in {self._dtype} after scaling; the trainer diverged, or the "
                 "value does not fit the LoRA dtype",
@@ -191,6 +179,12 @@ class LoRAInstaller:
                 tensor=entry.name,
             )
         return tensor
+
+    def _is_finite(self, tensor: torch.Tensor) -> bool:
+        if self._dtype == "F32":
+            return bool(np.isfinite(tensor.numpy()).all())
+        exponent = _EXPONENT[self._dtype]
+        return not np.any((self._bits_of(tensor) & exponent) == exponent)
 
     def _read_registered(self, stored: Any, modules: dict[str, str], lora: Any) -> str:
         """Return the digest of what the registry will hold, found module by module where packing put it."""
@@ -214,6 +208,10 @@ class LoRAInstaller:
         return host.view(signed).numpy().view(_BITS[self._dtype])
 
     def _expect_slots(self, stored: Any, modules: dict[str, str]) -> SlotShards:
+        with short_turns():
+            return self._compute_slots(stored, modules)
+
+    def _compute_slots(self, stored: Any, modules: dict[str, str]) -> SlotShards:
         halves: dict[str, dict[str, Any]] = {}
         for entry in stored.manifest.tensors:
             stem = _stem(entry.name)

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from epochless_vllm.errors import EpochlessError
 from epochless_vllm.plugin import metrics
+from epochless_vllm.plugin.background import step_aside
 from epochless_vllm.plugin.logs import logger
 from epochless_vllm.publication.coordinator import Draining, Published
 
@@ -28,7 +29,7 @@ class Publisher:
 
     def __init__(self, service: Any) -> None:
         self._service = service
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="epochless-publish")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="epochless-publish", initializer=step_aside)
         self._draining: asyncio.Task[None] | None = None
         self._again = asyncio.Event()
 

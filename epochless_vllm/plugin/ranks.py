@@ -11,6 +11,7 @@ import asyncio
 import concurrent.futures
 from typing import Any, Protocol
 
+from epochless_vllm.plugin.background import short_turns, step_aside
 from epochless_vllm.plugin.expectations import DTYPE_OF_TORCH, expect_registered
 from epochless_vllm.plugin.worker import rank_name
 from epochless_vllm.protocol.manifest import RevisionId
@@ -86,7 +87,9 @@ class EngineRanks:
         local = isinstance(transport, CoreTransport)
         self._engines = [parallel.data_parallel_index] if local else list(range(parallel.data_parallel_size))
         # One thread, so that the expectation is computed while the ranks load.
-        self._expecting = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="epochless-expectation")
+        self._expecting = concurrent.futures.ThreadPoolExecutor(
+            1, thread_name_prefix="epochless-expectation", initializer=step_aside
+        )
         self._expected: dict[str, concurrent.futures.Future[str]] = {}
 
     def names(self) -> tuple[str, ...]:
@@ -119,7 +122,8 @@ class EngineRanks:
             self._expected[revision_id] = self._expecting.submit(self._compute_expected, revision_id)
 
     def _compute_expected(self, revision_id: str) -> str:
-        return expect_registered(self._store.read(RevisionId(revision_id)), self._dtype)
+        with short_turns():
+            return expect_registered(self._store.read(RevisionId(revision_id)), self._dtype)
 
     def expected_registered(self, revision_id: str) -> str | None:
         """Return the registered digest every rank must report, computed here from the store's bytes.

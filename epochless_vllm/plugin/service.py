@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from epochless_vllm.errors import InvalidRequestError, RevisionRequiredError, UnknownRevisionError
+from epochless_vllm.plugin.background import short_turns
 from epochless_vllm.plugin.options import Options, options_of
 from epochless_vllm.plugin.ranks import EngineRanks, Transport
 from epochless_vllm.protocol.names import parse_policy, split_versioned
@@ -128,7 +129,8 @@ class PublicationService:
         """
         policy, step = self._policy_and_step(lora_name, step)
         root = Path(self.options.import_root) if self.options.import_root else None
-        ingested = self.store.ingest_directory(Path(path), import_root=root)
+        with short_turns():
+            ingested = self.store.ingest_directory(Path(path), import_root=root)
         return self.coordinator.publish(ingested.revision_id, policy, step)
 
     def publish_files(self, files: Mapping[str, BinaryIO], policy: str, step: int | None = None) -> Published:
@@ -138,7 +140,8 @@ class PublicationService:
             EpochlessError: as ``publish_directory``.
         """
         policy, step = self._policy_and_step(policy, step)
-        ingested = self.store.ingest_files(files)
+        with short_turns():
+            ingested = self.store.ingest_files(files)
         return self.coordinator.publish(ingested.revision_id, policy, step)
 
     def _policy_and_step(self, name: str, step: int | None) -> tuple[str, int | None]:

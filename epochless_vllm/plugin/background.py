@@ -1,0 +1,39 @@
+"""Threads that publish while others serve: behind them for a core, and quick to hand the interpreter back.
+
+Knows nothing of what the threads do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Iterator
+
+NICENESS = 5  # relative to the process: where a core is shared, serving goes first, and publishing still moves
+SWITCH_INTERVAL_S = 5e-5  # a few hundred operations a step then lose little even if each has to wait
+
+
+def step_aside() -> None:
+    """Put the calling thread on cores its process is not bound to, if any, and behind the process's other threads."""
+    behind = min(19, os.getpriority(os.PRIO_PROCESS, os.getpid()) + NICENESS)
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), behind)
+    others = set(range(os.cpu_count() or 1)) - os.sched_getaffinity(os.getpid())
+    if others:
+        with contextlib.suppress(OSError):  # a container may own fewer cores than it sees; the niceness remains
+            os.sched_setaffinity(0, others)
+
+
+@contextlib.contextmanager
+def short_turns() -> Iterator[None]:
+    """Let the other threads of this process take the interpreter back at once while this one works.
+
+    A step loop gives the interpreter up at every operation it launches; at Python's default it would wait 5 ms each.
+    """
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(min(interval, SWITCH_INTERVAL_S))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
