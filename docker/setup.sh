@@ -26,17 +26,17 @@ stamp=$VENV/.epochless-lock
 sum=$(sha256sum "$LOCK" | cut -d' ' -f1)
 if [ "$(cat "$stamp" 2>/dev/null)" != "$sum" ]; then
   say "$(grep -c '==' "$LOCK") pinned packages (about 6 GB; minutes on a cold cache)"
-  "$py" -m pip install --quiet --disable-pip-version-check --no-deps -r "$LOCK" \
+  "$py" -m pip install -qq --disable-pip-version-check --no-deps -r "$LOCK" \
     || die "the packages could not be installed; check the network and free disk space (8 GB), then run make setup again"
   printf '%s' "$sum" > "$stamp"
 fi
 if ! "$py" -c 'import importlib.metadata as m; m.version("vllm")' 2>/dev/null; then
   say "metadata of the vllm distribution"
-  "$py" -m pip install --quiet --disable-pip-version-check --no-deps "$("$py" docker/vllm_metadata.py build/metadata)"
+  "$py" -m pip install -qq --disable-pip-version-check --no-deps "$("$py" docker/vllm_metadata.py build/metadata)"
 fi
 if ! "$py" -c 'import importlib.metadata as m, sys; sys.exit(not m.files("epochless-vllm"))' 2>/dev/null; then
   say "this package, editable"
-  "$py" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e . \
+  "$py" -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e . \
     || die "the package could not be installed"
 fi
 say "the patch"
