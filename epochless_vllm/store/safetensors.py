@@ -35,6 +35,7 @@ REASONS = frozenset({
     "hole", "trailing_bytes",
 })  # fmt: skip
 
+_SPACES = frozenset(" \t\n\r")
 _SPACE = re.compile(r"[ \t\n\r]*")
 _DIGITS = re.compile(r"[0-9]+")
 _NAME = re.compile(r"[\x21-\x7e]{1,512}")  # visible ASCII: no NUL, no look-alikes of another script
@@ -267,14 +268,16 @@ class _Cursor:
         return value
 
     def _skip_space(self) -> None:
-        match = _SPACE.match(self._text, self.position)
-        assert match is not None
-        self.position = match.end()
+        if self._text[self.position : self.position + 1] in _SPACES:
+            match = _SPACE.match(self._text, self.position)
+            assert match is not None
+            self.position = match.end()
 
     def _accept(self, character: str) -> bool:
-        self._skip_space()
         if self._text[self.position : self.position + 1] != character:
-            return False
+            self._skip_space()
+            if self._text[self.position : self.position + 1] != character:
+                return False
         self.position += 1
         return True
 
