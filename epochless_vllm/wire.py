@@ -125,6 +125,16 @@ class ErrorInfo(Reply):
     error_code: str = "epochless_error"
 
 
+class ErrorEvent(Reply):
+    """The last event of a Responses stream that was refused after it had begun."""
+
+    type: Literal["error"] = "error"
+    code: str
+    message: str
+    param: str | None = None
+    sequence_number: int = 0
+
+
 Body = TypeVar("Body", bound=RequestBody)
 
 

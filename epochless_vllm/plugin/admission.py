@@ -14,7 +14,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from epochless_vllm.errors import EpochlessError, InvalidRequestError, RevisionRequiredError, SeamError
-from epochless_vllm.plugin import error_responses, invocations, late_arrivals, metrics, served_models, tokens_in
+from epochless_vllm.plugin import (
+    error_responses,
+    invocations,
+    late_arrivals,
+    metrics,
+    readmission,
+    served_models,
+    tokens_in,
+)
 from epochless_vllm.plugin.request_fields import field_of
 from epochless_vllm.plugin.served_models import ServedRevisions, revisions_of
 from epochless_vllm.plugin.weak_identity import WeakIdentityMap
@@ -135,6 +143,7 @@ def install() -> None:
     error_responses.install()
     served_models.install()
     late_arrivals.install()
+    readmission.install()
     tokens_in.install()
     invocations.install()
     if getattr(BaseServing._check_model, "_epochless", False):

@@ -1,28 +1,26 @@
-"""Seam: a request that reaches the engine after its revision was retired.
+"""Seam: the engine's streams, where a request turns out to have arrived after its revision was retired.
 
 Between binding and the engine's gate lie awaits, a socket and, in another server, a retirement. The gate refuses such a
-request before any token; here it is admitted once more as a whole: by policy name it gets the head of now, by an exact
-pin it gets 410. Dies when upstream binds adapters inside the engine.
+request before any token; here the refusal unwinds the HTTP request, so that readmission.py can admit it once more as a
+whole. Dies when upstream binds adapters inside the engine.
 """
 
 from __future__ import annotations
 
 import functools
-import json
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from contextvars import ContextVar
 from typing import Any
 
-from epochless_vllm.errors import EpochlessError, RetiredRevisionError, SeamError
+from epochless_vllm.errors import RetiredRevisionError, SeamError
 from epochless_vllm.plugin import metrics
-from epochless_vllm.plugin.error_responses import error_response
-from epochless_vllm.plugin.request_fields import keep_fields
 from epochless_vllm.protocol.publication import Status
 
 # The admission of the HTTP request whose task this is. Read when an engine stream is made, in the same task.
 current_admission: ContextVar[Any] = ContextVar("epochless_admission", default=None)
-_restarts_left: ContextVar[int] = ContextVar("epochless_restarts_left", default=0)
+# How often the HTTP request of this task may still be admitted again; set by the handler that would run again.
+restarts_left: ContextVar[int] = ContextVar("epochless_restarts_left", default=0)
 
 
 class LateArrivalSignal(BaseException):
@@ -34,7 +32,7 @@ class LateArrivalSignal(BaseException):
 
 def may_restart() -> bool:
     """Whether the HTTP request of this task may still be admitted again."""
-    return _restarts_left.get() > 0
+    return restarts_left.get() > 0
 
 
 async def watch(stream: AsyncGenerator[Any, None], admission: Any) -> AsyncGenerator[Any, None]:
@@ -73,106 +71,20 @@ def _is_live(admission: Any) -> bool:
     return state.is_held(publication) and state.status(publication.policy, publication.revision_id) is Status.LIVE
 
 
-def readmitting(handler: Callable[..., Awaitable[Any]], *, restarts: Callable[[Any], int]) -> Callable[..., Any]:
-    """Return a request handler that runs again when its request arrived late; ``restarts`` says how often it may."""
-
-    @functools.wraps(handler)
-    async def handle(self: Any, request: Any, raw_request: Any = None) -> Any:
-        async def again() -> Any:
-            _restarts_left.set(0)
-            return await handler(self, request, raw_request)
-
-        await keep_fields(request, raw_request)
-        _restarts_left.set(restarts(request))
-        try:
-            result = await handler(self, request, raw_request)
-        except LateArrivalSignal:
-            return await again()
-        return _restarting(result, again) if isinstance(result, AsyncGenerator) else result
-
-    handle._epochless = True  # type: ignore[attr-defined]  # the mark of an installed seam
-    return handle
-
-
-async def _restarting(
-    stream: AsyncGenerator[Any, None], again: Callable[[], Awaitable[Any]]
-) -> AsyncGenerator[Any, None]:
-    try:
-        async with aclosing(stream):
-            async for chunk in stream:
-                yield chunk
-        return
-    except LateArrivalSignal:  # raised before the first chunk only
-        pass
-    try:
-        result = await again()
-    except EpochlessError as error:
-        result = error_response(error)
-    if isinstance(result, AsyncGenerator):
-        async with aclosing(result):
-            async for chunk in result:
-                yield chunk
-        return
-    yield f"data: {json.dumps(result.model_dump())}\n\n"
-    yield "data: [DONE]\n\n"
-
-
-def answer_errors(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Any]:
-    """Return a handler that returns an EpochlessError as a body; its route would answer 500 for the exception."""
-
-    @functools.wraps(handler)
-    async def handle(self: Any, request: Any, raw_request: Any = None) -> Any:
-        try:
-            return await handler(self, request, raw_request)
-        except EpochlessError as error:
-            return error_response(error)
-
-    handle._epochless = True  # type: ignore[attr-defined]  # the mark of an installed seam
-    return handle
-
-
 def install() -> None:
-    """Wrap the engine's two streams and every handler that opens them.
+    """Wrap the engine's two streams.
 
     Raises:
         SeamError: a target is missing.
     """
-    from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
-    from vllm.entrypoints.generate.generative_scoring.serving import ServingGenerativeScoring
-    from vllm.entrypoints.openai.chat_completion.batch_serving import OpenAIServingChatBatch
-    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
-    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
-    from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
-    from vllm.entrypoints.pooling.base.serving import PoolingBaseServing
-    from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    once: Callable[[Any], int] = lambda request: 1  # noqa: E731  # one word where it is used
-    # A response that runs in the background or streams events has been announced before the engine answers.
-    unannounced: Callable[[Any], int] = lambda request: 0 if request.background or request.stream else 1  # noqa: E731
-    handlers: list[tuple[Any, str, Any]] = [
-        (OpenAIServingChat, "create_chat_completion", once),
-        (OpenAIServingChatBatch, "create_batch_chat_completion", once),
-        (OpenAIServingCompletion, "create_completion", once),
-        (OpenAIServingResponses, "create_responses", unannounced),
-        (ServingTokens, "serve_tokens", once),
-        (ServingGenerativeScoring, "create_generative_scoring", once),
-        (PoolingBaseServing, "__call__", once),
-    ]
-    answered = [(AnthropicServingMessages, "create_messages"), (AnthropicServingMessages, "count_tokens")]
-    streams = [(AsyncLLM, "generate"), (AsyncLLM, "encode")]
-    for owner, name in [*((o, n) for o, n, _ in handlers), *answered, *streams]:
-        if name not in vars(owner):
-            raise SeamError(f"{owner.__name__} has no {name}", target=name)
-    for owner, name, restarts in handlers:
-        if not getattr(getattr(owner, name), "_epochless", False):
-            setattr(owner, name, readmitting(getattr(owner, name), restarts=restarts))
-    for owner, name in answered:
-        if not getattr(getattr(owner, name), "_epochless", False):
-            setattr(owner, name, answer_errors(getattr(owner, name)))
-    for owner, name in streams:
-        if not getattr(getattr(owner, name), "_epochless", False):
-            setattr(owner, name, _watched(getattr(owner, name)))
+    for name in ("generate", "encode"):
+        original = vars(AsyncLLM).get(name)
+        if original is None:
+            raise SeamError(f"AsyncLLM has no {name}", target=name)
+        if not getattr(original, "_epochless", False):
+            setattr(AsyncLLM, name, _watched(original))
     _end_refused_pooling()
 
 

@@ -19,7 +19,7 @@ from epochless_vllm.errors import (
     RetiredRevisionError,
     UnknownRevisionError,
 )
-from epochless_vllm.plugin import admission, late_arrivals
+from epochless_vllm.plugin import admission, late_arrivals, readmission
 from epochless_vllm.plugin.admission import admission_of
 from epochless_vllm.plugin.served_models import list_model_cards, publish_static_modules
 from tests.adapters import make_adapter
@@ -257,7 +257,7 @@ def test_a_class_that_drops_unknown_fields_is_constrained_by_the_body_itself(tmp
         async def handler(self: Any, request: Any, raw_request: Any) -> Any:
             return await check(front, request)
 
-        handle = late_arrivals.readmitting(handler, restarts=lambda request: 1)
+        handle = readmission.readmitting(handler)
         assert (await handle(None, request, SimpleNamespace(json=parsed))).type == "WeightVersionNotReady"
         del body["weight_version"]
         assert await handle(None, GenerateRequest.model_validate(body), SimpleNamespace(json=parsed)) is None
@@ -394,8 +394,8 @@ class Engine:
 class Server:
     """A handler in the shape of vLLM's: check, await, bind, open the stream; then collect or stream it."""
 
-    def __init__(self, front: FrontEnd, engine: Engine, between: Any = None) -> None:
-        self.front, self.engine, self.between = front, engine, between
+    def __init__(self, front: FrontEnd, engine: Engine, between: Any = None, announces: bool = False) -> None:
+        self.front, self.engine, self.between, self.announces = front, engine, between, announces
         self.open = late_arrivals._watched(lambda engine, **keywords: engine.generate(**keywords))
 
     async def handle(self, request: Any, raw_request: Any = None) -> Any:
@@ -410,6 +410,8 @@ class Server:
         return [item.outputs[0].token_ids async for item in stream]
 
     async def chunks(self, stream: Any) -> AsyncGenerator[str, None]:
+        if self.announces:
+            yield "created"
         try:
             async for item in stream:
                 yield f"data: {item.outputs[0].token_ids}\n\n"
@@ -417,9 +419,12 @@ class Server:
             yield f"error: {error}"
 
 
-def late_scenario(tmp_path: Path, model: str, *, stream: bool, keep_live: bool = False) -> tuple[Any, list[int]]:
+def late_scenario(
+    tmp_path: Path, model: str, *, stream: bool, keep_live: bool = False, announces: bool = False
+) -> tuple[Any, list[int]]:
     """Admit a request, retire its revision before it reaches the engine, and return its answer and who served it."""
-    handle = late_arrivals.readmitting(Server.handle, restarts=lambda request: 1)
+    manner = readmission.Manner(refuse=readmission.event_refusal, announcements=1)
+    handle = readmission.readmitting(Server.handle, manner if announces else readmission.ORDINARY)
 
     async def scenario(front: FrontEnd) -> tuple[Any, list[int]]:
         first = await publish(front, tmp_path, 1, "policy", 1)
@@ -432,7 +437,7 @@ def late_scenario(tmp_path: Path, model: str, *, stream: bool, keep_live: bool =
                 if not keep_live:
                     await front.served.publisher.retire("policy-v1")
 
-        answer = await handle(Server(front, engine, overtake), chat(model, stream=stream))
+        answer = await handle(Server(front, engine, overtake, announces), chat(model, stream=stream))
         if stream and not hasattr(answer, "error"):
             answer = [chunk async for chunk in answer]
         await drained(front)
@@ -463,6 +468,59 @@ def test_a_late_streamed_arrival_by_exact_pin_gets_410_as_its_last_chunk(tmp_pat
     assert answer[1] == "data: [DONE]\n\n"
 
 
+def test_a_stream_that_announces_itself_announces_the_revision_that_serves_it(tmp_path: Path) -> None:
+    answer, served = late_scenario(tmp_path, "policy", stream=True, announces=True)
+    assert served == [2]
+    assert answer == ["created", "data: [0]\n\n", "data: [1]\n\n", "data: [2]\n\n"]
+
+
+def test_a_stream_of_events_by_exact_pin_ends_in_one_error_event(tmp_path: Path) -> None:
+    answer, served = late_scenario(tmp_path, "policy-v1", stream=True, announces=True)
+    assert served == []
+    (event,) = answer
+    assert (event.type, event.code) == ("error", "retired_revision")
+
+
+@pytest.mark.parametrize("model", [BASE, "policy"])
+def test_no_chunk_waits_for_the_one_after_it(tmp_path: Path, model: str) -> None:
+    """A client sees each chunk when it is made; what a stream announces waits for the engine's first output only."""
+
+    async def scenario(front: FrontEnd) -> None:
+        await publish(front, tmp_path, 1)
+        made: list[str] = []
+
+        class Counting(Server):
+            async def handle(self, request: Any, raw_request: Any = None) -> Any:
+                lora_request = bind(self.front, request)
+
+                async def outputs(engine: Engine, **keywords: Any) -> AsyncGenerator[Any, None]:
+                    for token in range(3):
+                        yield output(token)
+
+                stream = late_arrivals._watched(outputs)(self.engine, lora_request=lora_request)
+
+                async def chunks() -> AsyncGenerator[str, None]:
+                    made.append("created")
+                    yield "created"
+                    async for item in stream:
+                        made.append(str(item.outputs[0].token_ids))
+                        yield made[-1]
+
+                return chunks()
+
+        manner = readmission.Manner(announcements=1)
+        answer = await readmission.readmitting(Counting.handle, manner)(Counting(front, Engine()), chat(model))
+        lead = 0
+        seen: list[str] = []
+        async for chunk in answer:
+            seen.append(chunk)
+            lead = max(lead, len(made) - len(seen))
+        assert seen == made == ["created", "[0]", "[1]", "[2]"]
+        assert lead <= 1
+
+    run_front_end(tmp_path / "store", scenario)
+
+
 def test_an_engine_error_of_a_live_revision_is_passed_on_as_it_is(tmp_path: Path) -> None:
     answer, served = late_scenario(tmp_path, "policy", stream=False, keep_live=True)
     assert served == []
@@ -470,7 +528,7 @@ def test_an_engine_error_of_a_live_revision_is_passed_on_as_it_is(tmp_path: Path
 
 
 def test_a_request_that_arrives_late_twice_is_not_admitted_a_third_time(tmp_path: Path) -> None:
-    handle = late_arrivals.readmitting(Server.handle, restarts=lambda request: 1)
+    handle = readmission.readmitting(Server.handle)
 
     async def scenario(front: FrontEnd) -> None:
         engine, steps = Engine(), iter(range(2, 100))

@@ -281,19 +281,44 @@ def test_a_request_that_arrives_late_by_name_runs_on_the_head_of_now(
             assert all(span["step"] == 2 for span in choice.get("weight_versions", []))
 
 
+def test_routes_without_choices_run_late_requests_on_the_head_of_now(server: Server, policy: str, root: Path) -> None:
+    server.publish(root / "r1", policy, step=1)
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/responses", {"input": PROMPT, "max_output_tokens": 4}),
+        ("/v1/chat/completions/batch", {"messages": [MESSAGES, MESSAGES], "max_tokens": 3}),
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 3}),
+        ("/generative_scoring", {"query": "a", "items": ["b", "c"], "label_token_ids": [1]}),
+        ("/invocations", {"prompt": PROMPT, "max_tokens": 3}),
+    ]
+    before = admitted(server)
+    server.gate.touch()
+    with ThreadPoolExecutor(len(bodies) + 1) as pool:
+        plain = [pool.submit(server.complete, policy, path, **body) for path, body in bodies]
+        streamed = pool.submit(lambda: list(server.events(policy, bodies[0][0], **bodies[0][1])))
+        wait_until_admitted(server, before + len(bodies) + 1)
+        reply = overtake(server, policy, root)
+        assert [answer.result(120)["model"] for answer in plain] == [reply["lora_name"]] * len(bodies)
+        events = streamed.result(120)
+    assert events[0]["type"] == "response.created"
+    assert {event["response"]["model"] for event in events if "response" in event} == {reply["lora_name"]}
+    assert events[-1]["type"] == "response.completed"
+
+
 def test_a_request_that_arrives_late_by_exact_pin_is_gone(server: Server, policy: str, root: Path) -> None:
     server.publish(root / "r1", policy, step=1)
     before = admitted(server)
     server.gate.touch()
     model = f"{policy}-v1"
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(3) as pool:
         plain = pool.submit(server.post, "/v1/completions", model=model, prompt=PROMPT)
         streamed = pool.submit(lambda: list(server.events(model, prompt=PROMPT)))
-        wait_until_admitted(server, before + 2)
+        announced = pool.submit(lambda: list(server.events(model, "/v1/responses", input=PROMPT)))
+        wait_until_admitted(server, before + 3)
         overtake(server, policy, root)
         assert plain.result(120).status_code == 410
-        (event,) = streamed.result(120)
+        (event,), (last,) = streamed.result(120), announced.result(120)
     assert event["error"]["code"] == 410
+    assert (last["type"], last["code"]) == ("error", "retired_revision")
     assert server.complete(policy, prompt="x", max_tokens=1)["choices"]
 
 
