@@ -115,7 +115,9 @@ def begin_deployment(config: Any, options: Options) -> None:
 
 def _begin_epoch(store: Path) -> int:
     from epochless_vllm.publication.journal import Journal
+    from epochless_vllm.store.revisions import RevisionStore
 
+    RevisionStore(store).clear_incoming()  # an ingest that a crash cut short left its files there
     journal = Journal(store / "journal.sqlite")
     try:
         return journal.begin_epoch()

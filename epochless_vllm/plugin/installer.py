@@ -138,8 +138,7 @@ class LoRAInstaller:
                     f"{module}: rank {rank} exceeds --max-lora-rank {highest}; restart with a higher one",
                     reason="rank_too_high",
                 )
-        partial = bool(getattr(stored.config, "layers_to_transform", None))
-        check_coverage(self._plan(), {name: tuple(s) for name, s in shapes.items()}, partial)  # type: ignore[misc]
+        check_coverage(self._plan(), {name: tuple(s) for name, s in shapes.items()})  # type: ignore[misc]
         return modules
 
     def _build(self, stored: Any, modules: dict[str, str], lora_int_id: int) -> tuple[Any, str]:

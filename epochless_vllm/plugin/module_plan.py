@@ -149,12 +149,11 @@ def _plan_merged(name: str, base: Any, wholes: list[int], sources: list[str]) ->
     return (SlicePlan(sources[0], base.input_size, offset, (0, base.input_size), tuple(rows)),)
 
 
-def check_coverage(plans: tuple[ModulePlan, ...], shapes: Mapping[str, tuple[int, int, int]], partial: bool) -> None:
+def check_coverage(plans: tuple[ModulePlan, ...], shapes: Mapping[str, tuple[int, int, int]]) -> None:
     """Require that an adapter's modules are exactly modules of the engine, whole layers, of exactly their shapes.
 
     Args:
         shapes: (rank, input size, output size) by source module.
-        partial: the adapter's configuration limits itself to some layers.
 
     Raises:
         RefusedAdapterError: naming the modules, and what the engine has instead.
@@ -176,8 +175,7 @@ def check_coverage(plans: tuple[ModulePlan, ...], shapes: Mapping[str, tuple[int
                 reason="shape_mismatch",
                 module=source,
             )
-    if not partial:
-        _check_layers(slices, shapes)
+    _check_layers(slices, shapes)
 
 
 def _check_layers(slices: Mapping[str, SlicePlan], shapes: Mapping[str, tuple[int, int, int]]) -> None:
@@ -186,7 +184,7 @@ def _check_layers(slices: Mapping[str, SlicePlan], shapes: Mapping[str, tuple[in
     if missing:
         raise RefusedAdapterError(
             f"the adapter trains {missing[0].rsplit('.', 1)[-1]} but lacks {len(missing)} of its modules, first "
-            f"{missing[0]}; save all layers, or set layers_to_transform in adapter_config.json",
+            f"{missing[0]}; save the adapter with all its layers",
             reason="missing_layer",
             modules=missing[:20],
         )
