@@ -5,10 +5,10 @@ Every step's outcome is written out at once, so that a life that is cut short ha
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import resource
-import signal
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +22,7 @@ from epochless_vllm.store.revisions import RevisionStore
 from tests.crash.ranks import NAMES, PipeRanks
 
 POLICY = "p"
-LONGEST_S = 60
+LONGEST_S = 180  # a busy machine may keep a process waiting for very long
 FAILED = 70  # a life that raised what it should not
 
 
@@ -135,7 +135,7 @@ def live(root: Path, script: list[list[Any]], out: Path, *, at_start: tuple[str,
     if pid:
         return os.waitpid(pid, 0)[1]
     code = FAILED
-    signal.alarm(LONGEST_S)
+    faulthandler.dump_traceback_later(LONGEST_S, exit=True)
     try:
         with out.open("w") as file:
 
