@@ -93,6 +93,7 @@ def test_front_ends_without_our_admission_are_refused(flag: str, value: object) 
 
 
 def test_rust_front_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
     monkeypatch.setenv("VLLM_RUST_FRONTEND_PATH", "/opt/frontend")
     with pytest.raises(ConfigurationError, match="VLLM_RUST_FRONTEND_PATH"):
         refuse_front_ends(argparse.Namespace(additional_config={"epochless": {"store": "s"}}))

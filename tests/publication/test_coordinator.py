@@ -285,6 +285,9 @@ def test_lost_and_doubled_messages_do_not_fail_a_publication(
 def test_an_abort_that_a_rank_missed_reaches_it_with_the_next_turn(service: Service, revisions: Revisions) -> None:
     before = everything(service)
     service.ranks.faults["tp1"] = dead("abort")
+    registered = threading.Event()
+    service.ranks.installers["tp1"].on_register = lambda shard: registered.set()
+    service.ranks.installers["tp2"].on_load = lambda order: registered.wait(30) and None
     service.ranks.installers["tp2"].on_register = lambda shard: 1 // 0 and None
     quick = Coordinator(revisions.store, service.journal, service.ranks, keep=None, capacity=100, deadline_s=2.0)
     with pytest.raises(PublicationError, match="tp2"):

@@ -174,6 +174,7 @@ class ServerLife(RuleBasedStateMachine):
         revision_id = self.revisions[choice]
         outcome, _ = self.outcome_of(policy, revision_id, step)
         if outcome != "published" or revision_id in self.engine_ids():
+            self.service.pump_retirements()  # as the model may have, to find the outcome
             return
         installer = self.ranks.installers["tp1"]
         if how == "refuse":
@@ -196,6 +197,7 @@ class ServerLife(RuleBasedStateMachine):
         revision_id = self.revisions[choice]
         outcome, expected_step = self.outcome_of(policy, revision_id, step)
         if outcome != "published":
+            self.service.pump_retirements()  # as the model may have, to find the outcome
             return
         refused = {"ok": False, "code": "failed", "reason": "lost it"}
         self.ranks.faults["tp0"] = altered("commit", lambda reply: refused)
@@ -264,6 +266,7 @@ class ServerLife(RuleBasedStateMachine):
         revision_id = self.revisions[choice]
         outcome, expected_step = self.outcome_of(policy, revision_id, step)
         if outcome != "published":
+            self.service.pump_retirements()  # as the model may have, to find the outcome
             return
         self.fatal = point
         with pytest.raises(Died):
