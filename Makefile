@@ -17,7 +17,7 @@ test: setup
 	@$(PY) -m pytest -m "not engine and not gpu"
 
 test-engine: setup
-	@$(PY) -m pytest -m "engine and not gpu"
+	@$(PY) -m tests.engine_modules
 
 lint: setup
 	@$(PY) -m ruff check .

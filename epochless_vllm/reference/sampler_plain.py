@@ -66,7 +66,7 @@ def _quantum(logit: float) -> int:
 def _weight(k: int) -> int:
     octaves, fraction = divmod(k, 2**16)
     coarse, fine = divmod(fraction, 2**8)
-    return (_power(coarse, 8) * _power(fine, 16)) // 2 ** (22 + octaves)
+    return int((_power(coarse, 8) * _power(fine, 16)) // 2 ** (22 + octaves))
 
 
 @lru_cache(maxsize=512)
