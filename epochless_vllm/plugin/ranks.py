@@ -100,6 +100,8 @@ class EngineRanks:
         """Send a message to every rank; a rank that did not answer is missing from the result."""
         if message["kind"] == "prepare_begin":
             self._expect(message["revision_id"])
+        elif message["kind"] in ("commit", "abort"):
+            self._expected.pop(message["revision_id"], None)
         replies: dict[str, dict[str, Any]] = {}
         for engine, result in self._transport.call("epochless_call", message).items():
             for rank in range(self._size):

@@ -16,7 +16,7 @@ from epochless_vllm.plugin.options import Options, options_of
 from epochless_vllm.plugin.ranks import EngineRanks, Transport
 from epochless_vllm.protocol.names import parse_policy, split_versioned
 from epochless_vllm.protocol.publication import Publication, State, Status
-from epochless_vllm.protocol.resolution import parse_constraint, resolve_model
+from epochless_vllm.protocol.resolution import find_pinned, parse_constraint, resolve_model
 from epochless_vllm.publication.coordinator import Coordinator, Draining, Published
 from epochless_vllm.publication.journal import Journal, JournalView
 from epochless_vllm.store.revisions import RevisionStore
@@ -48,7 +48,7 @@ class PublicationService:
         store = Path(options.store)
         self.store = RevisionStore(store)
         self.journal = Journal(store / "journal.sqlite")
-        self.view = JournalView(store / "journal.sqlite")
+        self.view = JournalView(store / "journal.sqlite", after=self.journal)
         self.coordinator = Coordinator(
             self.store,
             self.journal,
@@ -164,7 +164,7 @@ class PublicationService:
         state = self.journal.refresh()
         if state.publications.knows(model):
             return self.coordinator.retire(model, None)
-        publication = resolve_model(state, model)
+        publication = find_pinned(state, model)
         if publication is None:
             raise UnknownRevisionError(f"The lora adapter '{model}' cannot be found.", model=model)
         return self.coordinator.retire(publication.policy, publication.revision_id)
