@@ -209,7 +209,7 @@ def test_a_revision_retired_under_a_stream_finishes_it_and_admits_nobody(
     server: Server, policy: str, root: Path
 ) -> None:
     reply = server.publish(root / "r1", policy, step=1)
-    body = {"prompt": PROMPT, "max_tokens": 200, "return_token_ids": True, **GREEDY}
+    body = {"prompt": PROMPT, "max_tokens": 600, "return_token_ids": True, **GREEDY}
     alone = server.complete(f"{policy}-v1", **body)["choices"][0]["token_ids"]
     stream = server.events(policy, **body)
     tokens = list(next(stream)["choices"][0]["token_ids"])
@@ -225,7 +225,7 @@ def test_a_revision_retired_under_a_stream_finishes_it_and_admits_nobody(
         tokens += last["token_ids"]
         assert last["weight_version"] == reply["weight_version"]
     assert tokens == alone
-    assert last["weight_versions"] == version_of(reply, 200)
+    assert last["weight_versions"] == version_of(reply, 600)
     server.wait_for(policy, 1, "retired")
 
 
