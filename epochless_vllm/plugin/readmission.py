@@ -79,6 +79,8 @@ def readmitting(handler: Callable[..., Awaitable[Any]], manner: Manner = ORDINAR
 async def _held_back(
     stream: AsyncGenerator[Any, None], admission: Any, announcements: int
 ) -> AsyncGenerator[Any, None]:
+    # A stream is iterated in another task than its handler's, and may open the engine's stream only then.
+    current_admission.set(admission)
     held: list[Any] = []
     async with aclosing(stream):
         async for item in stream:

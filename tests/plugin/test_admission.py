@@ -392,7 +392,10 @@ class Engine:
 
 
 class Server:
-    """A handler in the shape of vLLM's: check, await, bind, open the stream; then collect or stream it."""
+    """A handler in the shape of vLLM's: check, await, bind, open the stream; then collect or stream it.
+
+    One that announces itself opens the engine's stream after its announcement, as a Responses stream does.
+    """
 
     def __init__(self, front: FrontEnd, engine: Engine, between: Any = None, announces: bool = False) -> None:
         self.front, self.engine, self.between, self.announces = front, engine, between, announces
@@ -402,18 +405,20 @@ class Server:
         if (error := await serving(self.front)._check_model(request)) is not None:
             return error
         lora_request = bind(self.front, request)
-        stream = self.open(self.engine, lora_request=lora_request)
         if self.between is not None:
             await self.between()
+        if request.stream and self.announces:
+            return self.chunks(lambda: self.open(self.engine, lora_request=lora_request))
+        stream = self.open(self.engine, lora_request=lora_request)
         if request.stream:
-            return self.chunks(stream)
+            return self.chunks(lambda: stream)
         return [item.outputs[0].token_ids async for item in stream]
 
     async def chunks(self, stream: Any) -> AsyncGenerator[str, None]:
         if self.announces:
             yield "created"
         try:
-            async for item in stream:
+            async for item in stream():
                 yield f"data: {item.outputs[0].token_ids}\n\n"
         except Exception as error:  # noqa: BLE001  # as vLLM's stream generators do
             yield f"error: {error}"
@@ -437,7 +442,10 @@ def late_scenario(
                 if not keep_live:
                     await front.served.publisher.retire("policy-v1")
 
-        answer = await handle(Server(front, engine, overtake, announces), chat(model, stream=stream))
+        # As in vLLM, the handler runs in a task of its own; what it returns is iterated outside.
+        answer = await asyncio.create_task(
+            handle(Server(front, engine, overtake, announces), chat(model, stream=stream))
+        )
         if stream and not hasattr(answer, "error"):
             answer = [chunk async for chunk in answer]
         await drained(front)
