@@ -258,7 +258,7 @@ class LoRAInstaller:
             self._free_slot(lora_int_id)
             return {"ok": False, "reason": f"activation failed: {type(error).__name__}: {error}"}
         for name, shards in held.expected_slots.result().items():
-            if actual[name] != shards:
+            if actual.get(name) != shards:
                 self._free_slot(lora_int_id)
                 return {"ok": False, "reason": f"{name}: the device slot does not hold the revision's bytes"}
         return {"ok": True, "slot_digest": slot_digest(actual, self._dtype)}
@@ -271,6 +271,8 @@ class LoRAInstaller:
             stacked_a, stacked_b = module.lora_a_stacked, module.lora_b_stacked
             if isinstance(stacked_a, torch.Tensor):
                 stacked_a, stacked_b = (stacked_a,), (stacked_b,)
+            if stacked_a[0].is_meta:
+                continue  # a pooling model has no LM head: nothing is computed with these slots
             wanted = held.expected_slots.result().get(plan.name)
             layer = held.lora.loras.get(plan.name)
             shards: list[tuple[str, str] | None] = []
