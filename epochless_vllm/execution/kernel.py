@@ -11,12 +11,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import config, get_num_threads, njit, prange, set_num_threads  # type: ignore[import-untyped]
+from numba import config, njit, prange, set_num_threads  # type: ignore[import-untyped]
 
 # torch's kernels run on the OpenMP pool; a second pool would spin against it for the same cores.
 config.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
-
-MOST_THREADS = config.NUMBA_NUM_THREADS
 
 # Reordering a dot product's additions is allowed, as vector units need it; assuming away NaN and infinity is not.
 _DOT_MATH = {"reassoc", "contract", "nsz"}
@@ -70,23 +68,12 @@ def _expand_tile(
 
 @njit(parallel=True)  # type: ignore[untyped-decorator]
 def add_rows(
-    y_NO: Any,
-    x_NI: Any,
-    a_SKI: Any,
-    b_SRO: Any,
-    offsets_SP: Any,
-    blocks_B3: Any,
-    rows_M: Any,
-    tiles_T3: Any,
-    threads: int,
+    y_NO: Any, x_NI: Any, a_SKI: Any, b_SRO: Any, offsets_SP: Any, blocks_B3: Any, rows_M: Any, tiles_T3: Any
 ) -> None:
     """Add to each planned row of ``y`` the delta of its slot; see SlotWeights and RowPlan for the arrays.
 
-    ``y`` and ``x`` are C-contiguous float32; columns of the blocks beyond y's width are left out. ``threads`` above
-    what numba was started with are as many as that.
+    ``y`` and ``x`` are C-contiguous float32; columns of the blocks beyond y's width are left out.
     """
-    usual = get_num_threads()
-    set_num_threads(min(threads, MOST_THREADS))
     tiles = tiles_T3.shape[0]
     last = offsets_SP.shape[1] - 1
     most_ranks = 0
@@ -109,12 +96,25 @@ def add_rows(
         if ranks > 0 and left < right:
             first, end = tiles_T3[tile, 0], tiles_T3[tile, 1]
             _expand_tile(y_NO, b_SRO[slot], left, right, ranks, begin, rows_M, first, end, h_MK)
-    set_num_threads(usual)  # other users of numba in this thread rely on theirs
+
+
+def use_threads(count: int) -> None:
+    """Run later calls from this thread on ``count`` threads, or as many as numba was started with."""
+    set_num_threads(min(count, config.NUMBA_NUM_THREADS))
 
 
 def compile_kernel() -> None:
     """Compile now (seconds), so that no request waits for it; a second call does nothing."""
     if not add_rows.signatures:
-        one, four = np.zeros((1, 1), np.float32), np.zeros((1, 4, 1), np.float32)
+        one = np.zeros((1, 1), np.float32)
         none = np.zeros((0, 3), np.int64)
-        add_rows(one, one, four, four, np.zeros((1, 2), np.int64), none, np.zeros(0, np.int64), none, 1)
+        add_rows(
+            one,
+            one,
+            np.zeros((1, 4, 1), np.float32),
+            np.zeros((1, 4, 1), np.float32),
+            np.zeros((1, 2), np.int64),
+            none,
+            np.zeros(0, np.int64),
+            none,
+        )

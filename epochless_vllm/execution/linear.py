@@ -12,11 +12,6 @@ from epochless_vllm.execution.kernel import add_rows
 from epochless_vllm.execution.rows import RowPlan
 from epochless_vllm.execution.slots import SlotWeights
 
-# Measured on one core; they decide only where waking the other threads begins to pay.
-NANOSECONDS_PER_PRODUCT = 0.05
-NANOSECONDS_PER_WEIGHT = 0.4  # read from memory, once per slot
-SERIAL_NANOSECONDS = 150_000
-
 
 def add_adapters(y_NO: torch.Tensor, x_NI: torch.Tensor, weights: SlotWeights, plan: RowPlan) -> None:
     """Add every planned row's adapter delta to ``y_NO`` in place.
@@ -29,7 +24,7 @@ def add_adapters(y_NO: torch.Tensor, x_NI: torch.Tensor, weights: SlotWeights, p
     Raises:
         ValueError: the tensors have fewer rows than the plan, or another input size.
     """
-    if not weights.row_products or not plan.num_slots:
+    if not weights.is_live or not len(plan.rows):
         return
     if min(len(x_NI), len(y_NO)) < plan.num_rows:
         raise ValueError(f"the plan covers {plan.num_rows} rows, x has {len(x_NI)} and y has {len(y_NO)}")
@@ -48,13 +43,6 @@ def add_adapters(y_NO: torch.Tensor, x_NI: torch.Tensor, weights: SlotWeights, p
         weights.blocks_B3,
         plan.rows,
         plan.tiles,
-        _threads_for(weights, plan),
     )
     if not in_place:
         y_NO.copy_(y)
-
-
-def _threads_for(weights: SlotWeights, plan: RowPlan) -> int:
-    per_product = len(plan.rows) * NANOSECONDS_PER_PRODUCT + plan.num_slots * NANOSECONDS_PER_WEIGHT
-    # Threads that must be waited for cost more than they save on little work, and far more on a crowded machine.
-    return 1 if weights.row_products * per_product < SERIAL_NANOSECONDS else torch.get_num_threads()

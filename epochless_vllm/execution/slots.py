@@ -26,12 +26,12 @@ class SlotWeights:
         a_SKI: float32 [slot, ranks of all slices, input].
         b_SRO: float32 [slot, rank, output]; a slice uses its own columns of as many rows as it has ranks.
         offsets_SP: int64 [slot, slices + 1], where each slice's ranks begin in K; equal neighbours mean no adapter.
-        row_products: products that a row of the largest resident adapter takes, which is also that adapter's size; 0
-            when no slot is written.
         blocks_B3: int64 [block, 3], (first column, end column, slice).
     """
 
-    def __init__(self, *, num_slots: int, max_rank: int, input_size: int, output_sizes: Sequence[int]) -> None:
+    def __init__(
+        self, *, num_slots: int, max_rank: int, input_size: int, output_sizes: Sequence[int]
+    ) -> None:
         slices = len(output_sizes)
         step_rank = round_rank(max_rank)
         # Never-written pages are never touched: a rank below the maximum costs address space, not memory.
@@ -39,7 +39,7 @@ class SlotWeights:
         self.b_SRO = np.empty((num_slots, step_rank, sum(output_sizes)), dtype=np.float32)
         self.offsets_SP = np.zeros((num_slots, slices + 1), dtype=np.int64)
         self.blocks_B3 = _block_outputs(output_sizes)
-        self.row_products = 0
+        self.is_live = False
         self._max_rank = max_rank
         self._starts = [0, *np.cumsum(output_sizes).tolist()]
 
@@ -74,7 +74,7 @@ class SlotWeights:
             self.b_SRO[slot, :rank, columns] = factor_b.float().numpy().T
             self.b_SRO[slot, rank : round_rank(rank), columns] = 0
         self.offsets_SP[slot] = offsets
-        self._measure()
+        self.is_live = bool(self.offsets_SP[:, -1].any())
 
     def clear(self, slot: int) -> None:
         """Empty a slot; its weights are overwritten with zeros, so a retired adapter leaves no copy here."""
@@ -84,12 +84,7 @@ class SlotWeights:
             self.a_SKI[slot, begin:end] = 0
             self.b_SRO[slot, : end - begin, self._starts[index] : self._starts[index + 1]] = 0
         self.offsets_SP[slot] = 0
-        self._measure()
-
-    def _measure(self) -> None:
-        ranks_SP = np.diff(self.offsets_SP, axis=1)
-        per_rank_P = np.diff(self._starts) + self.a_SKI.shape[2]
-        self.row_products = int((ranks_SP @ per_rank_P).max())
+        self.is_live = bool(self.offsets_SP[:, -1].any())
 
     def _check(self, index: int, factor_a: torch.Tensor, factor_b: torch.Tensor) -> None:
         rank = factor_a.shape[0]
@@ -112,6 +107,9 @@ def _block_outputs(output_sizes: Sequence[int]) -> np.ndarray:
     blocks: list[tuple[int, int, int]] = []
     start = 0
     for index, size in enumerate(output_sizes):
-        blocks += [(o, min(o + BLOCK_OUTPUTS, start + size), index) for o in range(start, start + size, BLOCK_OUTPUTS)]
+        blocks += [
+            (o, min(o + BLOCK_OUTPUTS, start + size), index)
+            for o in range(start, start + size, BLOCK_OUTPUTS)
+        ]
         start += size
     return np.array(blocks, dtype=np.int64).reshape(-1, 3)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
-import numba  # type: ignore[import-untyped]
 import numpy as np
 import pytest
 import torch
@@ -86,27 +84,18 @@ def test_a_row_has_the_same_bits_whatever_shares_the_batch(layout: tuple[Layer, 
         assert torch.equal(alone, together[row : row + 1])
 
 
-def test_thread_count_does_not_change_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thread_count_does_not_change_a_bit() -> None:
+    from epochless_vllm.execution.kernel import use_threads
+
     layer = make_layer(1, inputs=768, outputs=[768, 256, 256], ranks=[[16, 8, 0], [4, 4, 4]])
     x, y = torch.randn(33, 768), torch.zeros(33, 1280)
     results = []
     for threads in (1, 64):
-        monkeypatch.setattr(linear, "_threads_for", lambda weights, plan, threads=threads: threads)
+        use_threads(threads)
         result = y.clone()
         add_adapters(result, x, layer.pack(), plan_of([row % 3 - 1 for row in range(33)]))
         results.append(result)
     assert torch.equal(*results)
-
-
-def test_little_work_wakes_no_threads_and_leaves_their_number_alone() -> None:
-    usual = numba.get_num_threads()
-    small = make_layer(1, inputs=64, outputs=[64], ranks=[[8]]).pack()
-    large = make_layer(1, inputs=2048, outputs=[2048], ranks=[[16]] * 4).pack()
-    few, many = plan_of([0]), plan_of([row % 4 for row in range(64)])
-    assert linear._threads_for(small, few) == 1
-    assert linear._threads_for(large, many) == torch.get_num_threads()
-    add_adapters(torch.zeros(1, 64), torch.zeros(1, 64), small, few)
-    assert numba.get_num_threads() == usual
 
 
 def test_nan_and_infinity_in_one_adapter_reach_no_row_of_another() -> None:
@@ -139,9 +128,9 @@ def test_a_reused_slot_holds_nothing_of_its_former_adapter() -> None:
 
 def test_a_cleared_slot_keeps_no_copy_of_the_weights() -> None:
     weights = make_layer(5, inputs=8, outputs=[6, 6], ranks=[[3, 16]]).pack()
-    assert weights.row_products
+    assert weights.is_live
     weights.clear(0)
-    assert not weights.row_products
+    assert not weights.is_live
     assert not weights.a_SKI[0, : 4 + 16].any()
     assert not weights.b_SRO[0, :4, :6].any()
     assert not weights.b_SRO[0, :16, 6:].any()
@@ -253,7 +242,7 @@ def test_factors_that_do_not_fit_leave_the_slot_empty(shapes: tuple[tuple[int, i
     weights = make_layer(12, inputs=16, outputs=[20], ranks=[[4]]).pack()
     with pytest.raises(ValueError, match="slice 0"):
         weights.write(0, [(torch.zeros(shapes[0]), torch.zeros(shapes[1]))])
-    assert not weights.row_products
+    assert not weights.is_live
 
 
 # Mutants: each is a way this layer has been, or could be, got wrong; the check above must see every one.
@@ -269,13 +258,13 @@ def serve_base_rows_by_the_last_slot(y: torch.Tensor, x: torch.Tensor, weights: 
 def serve_the_first_slot_to_all(y: torch.Tensor, x: torch.Tensor, weights: SlotWeights, plan: RowPlan) -> None:
     tiles = plan.tiles.copy()
     tiles[:, 2] = 0
-    add_adapters(y, x, weights, replace(plan, tiles=tiles))
+    add_adapters(y, x, weights, RowPlan(plan.num_rows, plan.rows, tiles))
 
 
 def lose_the_last_row_of_a_tile(y: torch.Tensor, x: torch.Tensor, weights: SlotWeights, plan: RowPlan) -> None:
     tiles = plan.tiles.copy()
     tiles[:, 1] -= 1
-    add_adapters(y, x, weights, replace(plan, tiles=tiles))
+    add_adapters(y, x, weights, RowPlan(plan.num_rows, plan.rows, tiles))
 
 
 def shift_the_slices(y: torch.Tensor, x: torch.Tensor, weights: SlotWeights, plan: RowPlan) -> None:
