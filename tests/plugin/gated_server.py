@@ -1,8 +1,8 @@
-"""``vllm`` with a gate between admission and the engine, so that a test can hold requests there.
+"""``vllm`` with a gate between admission and the engine and a brake on the engine, for tests that race with requests.
 
 While the file named by EPOCHLESS_TEST_GATE exists, requests wait after they are bound to a revision and before the
-engine hears of them. The gate is set on import: the processes vLLM spawns import this module again. Everything else is
-the command line of vLLM.
+engine hears of them. While the one named by EPOCHLESS_TEST_BRAKE exists, a step takes BRAKED_STEP_S longer. Both are
+set on import: the processes vLLM spawns import this module again. Everything else is the command line of vLLM.
 """
 
 from __future__ import annotations
@@ -10,13 +10,18 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core import EngineCore
 
+BRAKED_STEP_S = 0.05
 _GATE = Path(os.environ["EPOCHLESS_TEST_GATE"])
+_BRAKE = Path(os.environ["EPOCHLESS_TEST_BRAKE"])
 _add_request = AsyncLLM.add_request
+_step = EngineCore.step
 
 
 async def _add_request_behind_the_gate(self: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -25,7 +30,14 @@ async def _add_request_behind_the_gate(self: Any, *arguments: Any, **keywords: A
     return await _add_request(self, *arguments, **keywords)
 
 
+def _step_under_the_brake(self: Any) -> Any:
+    if _BRAKE.exists():
+        time.sleep(BRAKED_STEP_S)
+    return _step(self)
+
+
 AsyncLLM.add_request = _add_request_behind_the_gate  # type: ignore[method-assign]
+EngineCore.step = _step_under_the_brake  # type: ignore[method-assign]
 
 if __name__ == "__main__":
     from vllm.entrypoints.cli.main import main

@@ -24,11 +24,13 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor 
 
 @dataclass
 class Server:
-    """A running server. ``gate``: while this file exists, requests wait between admission and engine."""
+    """A running server. While ``gate`` exists, requests wait between admission and engine; while ``brake`` does, a
+    step of the engine takes at least gated_server.BRAKED_STEP_S."""
 
     url: str
     key: str
     gate: Path
+    brake: Path
     log: Path
 
     def client(self) -> httpx.Client:
@@ -63,6 +65,15 @@ class Server:
                 if line.startswith("data: {"):
                     yield json.loads(line[6:])
 
+    @contextmanager
+    def braked(self) -> Iterator[None]:
+        """Keep requests running for as long as a test needs them to."""
+        self.brake.touch()
+        try:
+            yield
+        finally:
+            self.brake.unlink()
+
     def statuses(self, policy: str) -> dict[int, str]:
         """Return the status of each step of a policy."""
         return {item["step"]: item["status"] for item in self.get(f"/v1/policies/{policy}")["revisions"]}
@@ -81,7 +92,7 @@ def running(root: Path, *flags: str, key: str = "k2", **environment: str) -> Ite
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     (root / "chat.jinja").write_text(CHAT_TEMPLATE)
-    log, gate = root / "server.log", root / "gate"
+    log, gate, brake = root / "server.log", root / "gate", root / "brake"
     command = [
         *(sys.executable, str(ROOT / "tests" / "plugin" / "gated_server.py"), "serve", str(root / "model")),
         *("--served-model-name", "base", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
@@ -94,6 +105,7 @@ def running(root: Path, *flags: str, key: str = "k2", **environment: str) -> Ite
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "EPOCHLESS_TEST_GATE": str(gate),
+        "EPOCHLESS_TEST_BRAKE": str(brake),
         "PYTHONPATH": str(ROOT),
     }
     with log.open("ab") as target:
@@ -101,11 +113,12 @@ def running(root: Path, *flags: str, key: str = "k2", **environment: str) -> Ite
             command, stdout=target, stderr=target, env={**os.environ, **settings, **environment}, start_new_session=True
         )
     try:
-        server = Server(f"http://127.0.0.1:{port}", key, gate, log)
+        server = Server(f"http://127.0.0.1:{port}", key, gate, brake, log)
         _wait_until_healthy(server, process)
         yield server
     finally:
         gate.unlink(missing_ok=True)
+        brake.unlink(missing_ok=True)
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGTERM)
             try:

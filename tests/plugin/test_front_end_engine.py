@@ -211,10 +211,11 @@ def test_a_revision_retired_under_a_stream_finishes_it_and_admits_nobody(
     reply = server.publish(root / "r1", policy, step=1)
     body = {"prompt": PROMPT, "max_tokens": 600, "return_token_ids": True, **GREEDY}
     alone = server.complete(f"{policy}-v1", **body)["choices"][0]["token_ids"]
-    stream = server.events(policy, **body)
-    tokens = list(next(stream)["choices"][0]["token_ids"])
-    server.publish(root / "r2", policy, step=2)
-    retired = server.post("/v1/unload_lora_adapter", lora_name=f"{policy}-v1").json()
+    with server.braked():
+        stream = server.events(policy, **body)
+        tokens = list(next(stream)["choices"][0]["token_ids"])
+        server.publish(root / "r2", policy, step=2)
+        retired = server.post("/v1/unload_lora_adapter", lora_name=f"{policy}-v1").json()
     assert (retired["status"], retired["in_flight"]) == ("draining", 1)
     refused = server.post("/v1/completions", model=f"{policy}@{reply['weight_version'][:30]}", prompt="x")
     assert (refused.status_code, refused.json()["error"]["error_code"]) == (410, "retired_revision")
@@ -231,10 +232,11 @@ def test_a_revision_retired_under_a_stream_finishes_it_and_admits_nobody(
 
 def test_a_client_that_goes_away_lets_its_revision_drain(server: Server, policy: str, root: Path) -> None:
     server.publish(root / "r1", policy, step=1)
-    stream = server.events(policy, prompt=PROMPT, max_tokens=900, **GREEDY)
-    next(stream)
-    assert server.post("/v1/unload_lora_adapter", lora_name=policy).json()["in_flight"] == 1
-    stream.close()  # type: ignore[attr-defined]  # a generator
+    with server.braked():
+        stream = server.events(policy, prompt=PROMPT, max_tokens=900, **GREEDY)
+        next(stream)
+        assert server.post("/v1/unload_lora_adapter", lora_name=policy).json()["in_flight"] == 1
+        stream.close()  # type: ignore[attr-defined]  # a generator
     server.wait_for(policy, 1, "retired")
 
 

@@ -174,7 +174,7 @@ class ServerLife(RuleBasedStateMachine):
         revision_id = self.revisions[choice]
         outcome, _ = self.outcome_of(policy, revision_id, step)
         if outcome != "published" or revision_id in self.engine_ids():
-            self.service.pump_retirements()  # as the model may have, to find the outcome
+            self.pump_both()  # finding the outcome may have drained the model alone
             return
         installer = self.ranks.installers["tp1"]
         if how == "refuse":
@@ -197,7 +197,7 @@ class ServerLife(RuleBasedStateMachine):
         revision_id = self.revisions[choice]
         outcome, expected_step = self.outcome_of(policy, revision_id, step)
         if outcome != "published":
-            self.service.pump_retirements()  # as the model may have, to find the outcome
+            self.pump_both()  # finding the outcome may have drained the model alone
             return
         refused = {"ok": False, "code": "failed", "reason": "lost it"}
         self.ranks.faults["tp0"] = altered("commit", lambda reply: refused)
@@ -239,6 +239,9 @@ class ServerLife(RuleBasedStateMachine):
 
     @rule()
     def pump(self) -> None:
+        self.pump_both()
+
+    def pump_both(self) -> None:
         self.drain()
         phases = [p["phase"] for policy in self.lines for p in {q["revision"]: q for q in self.alive(policy)}.values()]
         assert self.service.pump_retirements() == phases.count("draining")
@@ -266,7 +269,7 @@ class ServerLife(RuleBasedStateMachine):
         revision_id = self.revisions[choice]
         outcome, expected_step = self.outcome_of(policy, revision_id, step)
         if outcome != "published":
-            self.service.pump_retirements()  # as the model may have, to find the outcome
+            self.pump_both()  # finding the outcome may have drained the model alone
             return
         self.fatal = point
         with pytest.raises(Died):
