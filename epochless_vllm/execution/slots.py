@@ -98,6 +98,29 @@ class SlotWeights:
         self.offsets_SP[slot] = 0
         self._measure()
 
+    def check(self, slot: int, slices: Sequence[Factors | None]) -> None:
+        """Compare what the kernel will read of a slot with the adapter it should hold, bit for bit.
+
+        Args:
+            slices: as for ``write``.
+
+        Raises:
+            ValueError: a slice holds other weights, another rank, or anything where it should be empty.
+        """
+        for index, factors in enumerate(slices):
+            begin, end = self.offsets_SP[slot, index : index + 2]
+            rank = 0 if factors is None else factors[0].shape[0]
+            if end - begin != round_rank(rank):
+                raise ValueError(f"slice {index} of slot {slot} holds rank {end - begin}, not {rank}")
+            if factors is None:
+                continue
+            a_KI = self.a_SKI[slot, begin:end]
+            b_RO = self.b_SRO[slot, : end - begin, self._starts[index] : self._starts[index + 1]]
+            wanted = (array_of(factor.to(self.dtype)) for factor in factors)
+            for name, held, right in zip("AB", (a_KI, b_RO), (next(wanted), next(wanted).T), strict=True):
+                if held[rank:].any() or not np.array_equal(_bits(held[:rank]), _bits(right)):
+                    raise ValueError(f"{name} of slice {index} of slot {slot} is not what was written")
+
     def _measure(self) -> None:
         ranks_SP = np.diff(self.offsets_SP, axis=1)
         per_rank_P = np.diff(self._starts) + self.a_SKI.shape[2]
@@ -123,6 +146,10 @@ def stored_dtype(dtype: torch.dtype) -> type[np.generic]:
 def array_of(tensor: torch.Tensor) -> np.ndarray:
     """Return the memory of a float32 or bfloat16 tensor as an array of its ``stored_dtype``."""
     return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
+
+
+def _bits(array: np.ndarray) -> np.ndarray:
+    return array.view(np.uint32) if array.dtype == np.float32 else array
 
 
 def round_rank(rank: int) -> int:

@@ -60,6 +60,18 @@ class AdoptedLayer:
         layer.set_lora, layer.reset_lora = set_lora, reset_lora
         _ADOPTED[self._a_stacked[0].data_ptr()] = self
 
+    def check(self, index: int, lora_a: Any) -> None:
+        """Compare the packed copy of a slot with vLLM's own.
+
+        Args:
+            lora_a: what the slot was written from, for its ranks; None for a slot without an adapter.
+
+        Raises:
+            ValueError: they differ.
+        """
+        empty: list[Factors | None] = [None] * len(self._a_stacked)
+        self.weights.check(index, empty if lora_a is None else self._factors(index, lora_a))
+
     def _factors(self, index: int, lora_a: Any) -> list[Factors | None]:
         factors: list[Factors | None] = []
         for part, (a_stacked, b_stacked) in enumerate(zip(self._a_stacked, self._b_stacked, strict=True)):

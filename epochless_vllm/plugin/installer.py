@@ -281,6 +281,8 @@ class LoRAInstaller:
                 continue  # a pooling model has no LM head: nothing is computed with these slots
             wanted = held.expected_slots.result().get(plan.name)
             layer = held.lora.loras.get(plan.name)
+            if (packed := getattr(module, "epochless", None)) is not None:
+                self._check_packed(packed, plan.name, slot, layer)
             shards: list[tuple[str, str] | None] = []
             for index in range(len(plan.slices)):
                 a, b = stacked_a[index][slot, 0], stacked_b[index][slot, 0]
@@ -297,6 +299,13 @@ class LoRAInstaller:
             if wanted is not None:
                 actual[plan.name] = shards
         return actual
+
+    def _check_packed(self, packed: Any, name: str, slot: int, layer: Any) -> None:
+        """Compare the copy of a slot that the grouped kernel reads with the slot itself."""
+        try:
+            packed.check(slot, None if layer is None else layer.lora_a)
+        except ValueError as error:
+            raise RefusedAdapterError(f"{name}: the packed copy differs: {error}", reason="packed_slot") from error
 
     def _hash(self, tensor: torch.Tensor) -> str:
         return hashlib.sha256(self._bits_of(tensor)).hexdigest()

@@ -20,6 +20,7 @@ from epochless_vllm.protocol.publication import Publication, State, Status
 from epochless_vllm.protocol.resolution import find_pinned, parse_constraint, resolve_model
 from epochless_vllm.publication.coordinator import Coordinator, Draining, Published
 from epochless_vllm.publication.journal import Journal, JournalView
+from epochless_vllm.store.base_modules import read_base_modules
 from epochless_vllm.store.revisions import Ingested, RevisionStore, Watch
 
 _current: PublicationService | None = None
@@ -47,7 +48,7 @@ class PublicationService:
         self.base_digest: str = options.base_digest
         self.base_names = base_names
         store = Path(options.store)
-        self.store = RevisionStore(store)
+        self.store = RevisionStore(store, base_modules=read_base_modules(vllm_config.model_config.model))
         self.journal = Journal(store / "journal.sqlite")
         self.view = JournalView(store / "journal.sqlite", after=self.journal)
         self._ranks = EngineRanks(transport, vllm_config, self.store)

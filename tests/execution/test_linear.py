@@ -191,6 +191,20 @@ def test_a_reused_slot_holds_nothing_of_its_former_adapter() -> None:
     assert torch.equal(result[:, :30], y[:, :30])
 
 
+def test_a_check_of_a_slot_finds_one_changed_weight_and_weights_where_none_belong() -> None:
+    layer = make_layer(5, inputs=8, outputs=[6, 6], ranks=[[3, 0]])
+    weights = layer.pack()
+    weights.check(0, layer.slots[0])
+    for array, place in ((weights.a_SKI, (0, 2, 7)), (weights.b_SRO, (0, 1, 4)), (weights.a_SKI, (0, 3, 0))):
+        kept = array[place]
+        array[place] = 0.5
+        with pytest.raises(ValueError, match="slice 0"):
+            weights.check(0, layer.slots[0])
+        array[place] = kept
+    with pytest.raises(ValueError, match="holds rank 4, not 0"):
+        weights.check(0, [None, None])
+
+
 def test_a_cleared_slot_keeps_no_copy_of_the_weights() -> None:
     weights = make_layer(5, inputs=8, outputs=[6, 6], ranks=[[3, 16]]).pack()
     assert weights.row_products
