@@ -79,6 +79,18 @@ class QuarantinedRevisionError(EpochlessError):
     code, status = "quarantined_revision", 503
 
 
+class UnknownReceiptError(EpochlessError):
+    """No receipt of that id or request is kept here: it never was, or it was dropped by size or age."""
+
+    code, status = "unknown_receipt", 404
+
+
+class AttestationError(EpochlessError):
+    """A response cannot be attested truthfully: the engine's rows are missing or contradict the admission."""
+
+    code = "attestation_failed"
+
+
 # Conflicts
 
 
