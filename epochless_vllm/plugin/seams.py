@@ -25,6 +25,7 @@ def install_seams(options: Options) -> None:
         admission,
         block_keys,
         core,
+        draw_keys,
         labels,
         local_requests,
         metrics,
@@ -36,7 +37,8 @@ def install_seams(options: Options) -> None:
     )
 
     check_patch()
-    for seam in (worker, slots, block_keys, core, local_requests, recovery, admission, routes, labels, metrics):
+    in_engine = (worker, slots, block_keys, core, draw_keys, local_requests, recovery)
+    for seam in (*in_engine, admission, routes, labels, metrics):
         seam.install()
     punica.install(options)
     _installed = True
