@@ -17,6 +17,7 @@ from fastapi.responses import JSONResponse
 from epochless_vllm.errors import SeamError
 from epochless_vllm.plugin import metrics
 from epochless_vllm.plugin.admission import Admission, admission_of
+from epochless_vllm.plugin.response_receipts import annotate
 
 
 class Label(NamedTuple):
@@ -65,6 +66,8 @@ def annotate_choice(self: Any, choice: Any, output: Any, request_output: Any, re
     extend_spans(spans, runs)
     if choice is None:
         return
+    if admission.receipts is not None:
+        annotate(admission.receipts, choice, output, request_output)
     choice.weight_version = spans[-1]["version"] if spans else label_of(admission).version
     if not streamed or output.finish_reason is not None:
         choice.weight_versions = spans

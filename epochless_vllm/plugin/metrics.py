@@ -45,7 +45,7 @@ class Series:
         self.late = Counter("epochless:late_arrivals", "Requests that reached a retired revision.", outcome, **target)
         self.tokens = Counter("epochless:labelled_tokens", "Output tokens by their label.", ("kind",), **target)
         self.receipts = Counter(
-            "epochless:receipts", "Receipts kept, dropped to make room, or failed to be made or written.", outcome, **target
+            "epochless:receipts", "Receipts kept, dropped for room or age, or failed.", outcome, **target
         )
         self.revisions = Gauge("epochless:revisions", "Held (policy, revision) pairs by status.", ("status",), **live)
         self.policies = Gauge("epochless:policies", "Policies that hold a revision.", **live)

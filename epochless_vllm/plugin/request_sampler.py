@@ -6,18 +6,19 @@ logits: see sampling/.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
+from epochless_vllm.plugin.options import KEY
 from epochless_vllm.protocol.canonical import encode_canonical
 from epochless_vllm.protocol.digests import Digest, digest
 from epochless_vllm.protocol.sampler_config import SamplerConfig, processor_entries, sampler_from_parameters
 
-KEY = "epochless"  # of ``extra_args``: the key material of the draws
 _GRAMMARS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
-def sampler_of(params: Any, installed: Sequence[str] = ()) -> SamplerConfig:
+def attested_sampler(params: Any, installed: Sequence[str] = ()) -> SamplerConfig:
     """Return the sampler of a SamplingParams as the engine got it.
 
     Args:
@@ -53,8 +54,12 @@ def grammar_digest(structured: Any) -> Digest | None:
     for kind in _GRAMMARS:
         value = getattr(structured, kind, None)
         if value is not None and value is not False:
-            text = value if isinstance(value, (str, list)) else repr(value)
-            options = [bool(structured.disable_any_whitespace), bool(structured.disable_additional_properties)]
+            text = value if isinstance(value, (str, list)) else json.dumps(value, sort_keys=True)
+            options = [
+                bool(structured.disable_any_whitespace),
+                bool(structured.disable_additional_properties),
+                structured.whitespace_pattern,
+            ]
             return digest("epochless/v1/grammar", encode_canonical([kind, text, options]))
     return None
 

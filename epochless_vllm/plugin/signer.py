@@ -29,7 +29,7 @@ from epochless_vllm.protocol.envelope import key_id
 
 KEY_NAME = "signing-key.pem"
 MAX_KEY_BYTES = 16 << 10
-_FLAG = "signing_key"
+_REMEDY = "make one: openssl genpkey -algorithm ed25519"
 
 
 class Ed25519Signer:
@@ -93,11 +93,11 @@ def load_signer(options: Options) -> Ed25519Signer:
     try:
         private_key = load_pem_private_key(content, password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:  # TypeError: it is encrypted
-        raise _refusal(path, "not an unencrypted PEM private key; make one: openssl genpkey -algorithm ed25519") from error
+        raise _refusal(path, f"not an unencrypted PEM private key; {_REMEDY}") from error
     if not isinstance(private_key, Ed25519PrivateKey):
-        raise _refusal(path, "not an Ed25519 key; make one: openssl genpkey -algorithm ed25519")
+        raise _refusal(path, f"not an Ed25519 key; {_REMEDY}")
     return Ed25519Signer(private_key)
 
 
 def _refusal(path: Path, detail: str) -> ConfigurationError:
-    return ConfigurationError(f"--epochless-signing-key {path}: {detail}", flag=_FLAG)
+    return ConfigurationError(f"--epochless-signing-key {path}: {detail}", flag="signing_key")

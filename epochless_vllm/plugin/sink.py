@@ -32,11 +32,14 @@ MAX_WAITING = 4096  # receipts that wait for the disk; beyond it a new one is no
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS receipts(
     place INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, made INTEGER NOT NULL, request TEXT NOT NULL,
-    prompt INTEGER NOT NULL, choice INTEGER NOT NULL, finish TEXT NOT NULL, tokens INTEGER NOT NULL, body BLOB NOT NULL);
+    prompt INTEGER NOT NULL, choice INTEGER NOT NULL, finish TEXT NOT NULL, tokens INTEGER NOT NULL,
+    body BLOB NOT NULL);
 CREATE INDEX IF NOT EXISTS receipts_by_request ON receipts(request);
 CREATE TABLE IF NOT EXISTS held(bytes INTEGER NOT NULL);
 INSERT INTO held SELECT 0 WHERE NOT EXISTS (SELECT 1 FROM held);
 """
+
+_OLDEST = "SELECT place, made, length(body) FROM receipts ORDER BY place LIMIT 1"
 
 
 class Entry(NamedTuple):
@@ -226,7 +229,7 @@ class ReceiptSink:
         dropped = 0
         while True:
             (held,) = connection.execute("SELECT bytes FROM held").fetchone()
-            oldest = connection.execute("SELECT place, made, length(body) FROM receipts ORDER BY place LIMIT 1").fetchone()
+            oldest = connection.execute(_OLDEST).fetchone()
             if oldest is None or (held <= self._max_bytes and oldest[1] >= self._oldest()):
                 return dropped
             connection.execute("DELETE FROM receipts WHERE place = ?", (oldest[0],))

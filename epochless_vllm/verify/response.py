@@ -59,7 +59,7 @@ def read_response(payload: bytes, choice_index: int) -> ResponseClaims:
         finish_reason=_text(choice, "finish_reason"),
         weight_versions=_optional(choice, "weight_versions", _version),
         logprobs=_optional(extension, "logprobs", _decimal),
-        receipt_id=_text(extension, "receipt_id"),
+        receipt_id=_text(extension, "id"),
     )
 
 
