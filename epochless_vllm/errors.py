@@ -79,6 +79,18 @@ class QuarantinedRevisionError(EpochlessError):
     code, status = "quarantined_revision", 503
 
 
+class SamplingFailedError(EpochlessError):
+    """No token could be drawn for a choice: its logits are not finite, or all of them are masked."""
+
+    code = "sampling_failed"
+
+
+class TokenRowsError(EpochlessError):
+    """The rows beside a response's tokens are missing, or name an adapter that was never published here."""
+
+    code = "token_rows"
+
+
 # Conflicts
 
 

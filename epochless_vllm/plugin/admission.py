@@ -9,7 +9,6 @@ upstream pins adapters by identity at admission.
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,7 +53,7 @@ class Admission:
 
 
 _admissions: WeakIdentityMap[Admission] = WeakIdentityMap()
-_attestation_available = importlib.util.find_spec("epochless_vllm.plugin.attestation") is not None
+_attestation_available = False  # rows exist; responses do not carry receipts of them
 
 
 def admission_of(request: Any) -> Admission | None:
