@@ -85,10 +85,16 @@ class UnknownReceiptError(EpochlessError):
     code, status = "unknown_receipt", 404
 
 
-class AttestationError(EpochlessError):
-    """A response cannot be attested truthfully: the engine's rows are missing or contradict the admission."""
+class SamplingFailedError(EpochlessError):
+    """No token could be drawn for a choice: its logits are not finite, or all of them are masked."""
 
-    code = "attestation_failed"
+    code = "sampling_failed"
+
+
+class TokenRowsError(EpochlessError):
+    """The rows beside a response's tokens are missing, or name an adapter they may not name."""
+
+    code = "token_rows"
 
 
 # Conflicts

@@ -171,10 +171,15 @@ def install() -> None:
 
 
 def _wrap_processing(original: Any) -> Any:
+    from vllm.exceptions import VLLMValidationError
+
     def process_inputs(self: Any, *arguments: Any, **keywords: Any) -> Any:
         request = original(self, *arguments, **keywords)
         if options_of(self.vllm_config.additional_config) is not None:
-            prepare_request(request)
+            try:
+                prepare_request(request)
+            except InvalidRequestError as error:  # the engine's streams answer 400 for vLLM's own kind alone
+                raise VLLMValidationError(error.message, parameter=error.fields["field"]) from error
         return request
 
     return process_inputs

@@ -11,7 +11,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from epochless_vllm.errors import AttestationError, ConfigurationError, InvalidRequestError
+from epochless_vllm.errors import ConfigurationError, InvalidRequestError
 from epochless_vllm.plugin.engine_identity import EngineIdentity, identify_engine
 from epochless_vllm.plugin.local_requests import ASKED, LocalRequest
 from epochless_vllm.plugin.options import options_of
@@ -94,7 +94,7 @@ def receipts(output: Any) -> list[Receipt]:
 
     Raises:
         InvalidRequestError: the output is not finished, is not of an LLM with Epochless, or was asked for in deltas.
-        AttestationError, ReceiptError: its rows cannot be attested.
+        TokenRowsError, ReceiptError: its rows cannot be attested.
     """
     asked: LocalRequest | None = getattr(output, ASKED, None)
     if asked is None or not output.finished:
@@ -111,7 +111,7 @@ def receipts(output: Any) -> list[Receipt]:
     publication, lora_int_id = None, 0
     if asked.lora_request is not None:
         lora_int_id = asked.lora_request.lora_int_id
-        publication = _publication_of(service, asked.lora_request)
+        publication = service.publication_of(lora_int_id, split_lora_name(asked.lora_request.lora_name)[0])
     params = effective_params(engine, asked.params)
     terms = PromptTerms(identity, params, asked.material, revision_entry(publication, service.base_digest), lora_int_id)
     terms.check()
@@ -124,12 +124,3 @@ def receipts(output: Any) -> list[Receipt]:
         recorder.add(choice.token_ids, choice.token_attest)
         sealed.append(recorder.seal(choice.finish_reason, choice.stop_reason, signer))
     return sealed
-
-
-def _publication_of(service: PublicationService, lora_request: Any) -> Any:
-    policy, revision_id = split_lora_name(lora_request.lora_name)
-    publications = service.state().publications.values()
-    named = [item for item in publications if (item.policy, item.revision_id) == (policy, revision_id)]
-    if not named:
-        raise AttestationError(f"{lora_request.lora_name}: was not published here")
-    return named[-1]

@@ -13,20 +13,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from epochless_vllm.errors import AttestationError
+from epochless_vllm.errors import TokenRowsError
+from epochless_vllm.plugin import token_rows
+from epochless_vllm.plugin.token_rows import record_flags
 from epochless_vllm.protocol.builder import ReceiptBuilder, Signer, sign_final
 from epochless_vllm.protocol.draws import draw_range
 from epochless_vllm.protocol.header import Header, reveal_key
 from epochless_vllm.protocol.receipts import ABORT, LENGTH, REPETITION, STOP, STOP_STRING, Receipt
-from epochless_vllm.protocol.records import BLOCK_TOKENS, FILTERED, MASKED, Block
+from epochless_vllm.protocol.records import BLOCK_TOKENS, Block
 from epochless_vllm.protocol.stream import encode_block_frame, encode_final_frame, encode_header_frame
-
-# Columns of a row of CompletionOutput.token_attest.
-LORA, LOW, WIDTH, FLAGS, KEPT = range(5)
-COLUMNS = 5
-# The engine's flags; the record has no greedy flag, for that is its sampler's.
-ROW_GREEDY, ROW_FILTERED, ROW_MASKED, ROW_FAILED = 1, 2, 4, 256
-_KNOWN = ROW_GREEDY | ROW_FILTERED | ROW_MASKED
 
 _FINISH = {"length": LENGTH, "abort": ABORT, "repetition": REPETITION}
 
@@ -54,12 +49,12 @@ class ChoiceRecorder:
         """Take the tokens of an output and their rows; neither may change afterwards.
 
         Raises:
-            AttestationError: the rows are missing or not one for each token.
+            TokenRowsError: the rows are missing or not one for each token.
         """
         if not token_ids:
             return
-        if rows is None or rows.shape != (len(token_ids), COLUMNS):
-            raise AttestationError(
+        if rows is None or rows.shape != (len(token_ids), token_rows.COLUMNS):
+            raise TokenRowsError(
                 f"{self._name}: the engine sent {0 if rows is None else len(rows)} rows for {len(token_ids)} tokens; "
                 "send the request with epochless.attest 'none'"
             )
@@ -71,7 +66,7 @@ class ChoiceRecorder:
         """Take the waiting rows up once they fill a block.
 
         Raises:
-            AttestationError, ReceiptError: a row cannot be attested.
+            TokenRowsError, ReceiptError: a row cannot be attested.
         """
         if self._waiting_tokens >= BLOCK_TOKENS:
             self._flush()
@@ -83,7 +78,7 @@ class ChoiceRecorder:
             finish_reason, stop_reason: the CompletionOutput's.
 
         Raises:
-            AttestationError, ReceiptError: a row cannot be attested.
+            TokenRowsError, ReceiptError: a row cannot be attested.
         """
         self._flush()
         rest, final = self._builder.finish(_reason(finish_reason, stop_reason), seed=self._seed)
@@ -105,22 +100,22 @@ class ChoiceRecorder:
         tokens = [token for token_ids, _ in self._waiting for token in token_ids]
         rows = np.concatenate([rows for _, rows in self._waiting]) if len(self._waiting) > 1 else self._waiting[0][1]
         self._waiting, self._waiting_tokens = [], 0
-        if (rows[:, LORA] != self._lora_int_id).any():
-            raise AttestationError(
-                f"{self._name}: a token was sampled by another revision than the request was bound to"
+        if (rows[:, token_rows.LORA] != self._lora_int_id).any():
+            raise TokenRowsError(
+                f"{self._name}: a token was sampled by another revision than was admitted; report this"
             )
-        flags = rows[:, FLAGS]
-        if (flags & ~_KNOWN).any():
-            raise AttestationError(f"{self._name}: a row says that its token was not sampled")
-        filtered = (flags & ROW_FILTERED) != 0
-        marks = filtered * FILTERED + ((flags & ROW_MASKED) != 0) * MASKED
-        uniform = bool((marks == marks[0]).all())
+        flags = rows[:, token_rows.FLAGS]
+        filtered = (flags & token_rows.FILTERED) != 0
+        kinds = np.unique(flags)
+        if kinds[-1] >= token_rows.FAILED:
+            raise TokenRowsError(f"{self._name}: a row says that its token was not sampled; report this")
+        marks = {int(kind): record_flags(int(kind)) for kind in kinds}
         blocks = self._builder.append(
             tokens,
-            rows[:, LOW].tolist(),
-            rows[:, WIDTH].tolist(),
-            flags=int(marks[0]) if uniform else marks.tolist(),
-            kept=rows[filtered, KEPT].tolist(),
+            rows[:, token_rows.LO].tolist(),
+            rows[:, token_rows.W].tolist(),
+            flags=marks[int(kinds[0])] if len(kinds) == 1 else [marks[kind] for kind in flags.tolist()],
+            kept=rows[filtered, token_rows.KEPT].tolist(),
         )
         self._frame(blocks)
 

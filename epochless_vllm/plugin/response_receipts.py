@@ -101,7 +101,7 @@ class PromptReceipts:
         """Record a RequestOutput on its way to the route.
 
         Raises:
-            AttestationError, ReceiptError: a row cannot be attested; the request must fail.
+            TokenRowsError, ReceiptError: a row cannot be attested; the request must fail.
         """
         for choice in output.outputs:
             if choice.finish_reason == "error":
@@ -252,7 +252,7 @@ async def settle(request: RequestReceipts) -> None:
     """Wait until the receipts of a whole answer are sealed and kept, and complete its choices.
 
     Raises:
-        AttestationError, ReceiptError: a row cannot be attested.
+        TokenRowsError, ReceiptError: a row cannot be attested.
     """
     for body, sealed in request.bodies:
         outcome = await asyncio.wrap_future(sealed.future)
