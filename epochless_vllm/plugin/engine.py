@@ -99,7 +99,7 @@ def receipts(output: Any) -> list[Receipt]:
     asked: LocalRequest | None = getattr(output, ASKED, None)
     if asked is None or not output.finished:
         raise InvalidRequestError(
-            "output: must be a finished RequestOutput of an LLM with Epochless, with output_kind CUMULATIVE or FINAL_ONLY",
+            "output: must be a finished RequestOutput of an LLM with Epochless whose output_kind is not DELTA",
             field="output",
         )
     engine = asked.engine

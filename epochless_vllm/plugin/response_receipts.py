@@ -241,6 +241,8 @@ def _describe(receipt: Receipt, reason: str | None) -> dict[str, Any]:
         "id": receipt.receipt_id,
         "root": receipt.final.root.hex(),
         "tokens": receipt.final.tokens,
+        "prompt_index": receipt.header.prompt_index,
+        "choice_index": receipt.header.choice_index,
         "kept": reason is None,
     }
     if reason is not None:
