@@ -39,6 +39,7 @@ from epochless_vllm.plugin.token_rows import (
     W,
     record_flags,
 )
+from epochless_vllm.sampling import Sampled, sample_rows
 
 VOCABULARY = 300
 FILTERS: list[dict[str, Any]] = [{}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_k": 40, "top_p": 0.9}]
@@ -183,9 +184,18 @@ def test_members_are_stacked_when_they_change_and_positions_and_adapters_at_ever
     assert len(packed) == 3
 
 
-def _sampled(rows: int) -> Any:
-    from epochless_vllm.sampling import Sampled
+def test_rows_are_the_same_on_the_host_and_on_a_device() -> None:
+    kinds: list[dict[str, Any]] = [{"seed": 1}, {"top_k": 4}, {"temperature": 0}, {"top_p": 0.4, "seed": 3}]
+    requests = [request(lora=row, **kinds[row % 4]) for row in range(16)]
+    logits = random_logits(16)
+    logits[[2, 5], 3] = float("nan")
+    draws = DrawBatch("cpu", restricted=True)
+    draws.refresh(batch_of(requests, [0] * 16), {str(row): item for row, item in enumerate(requests)})
+    sampled = sample_rows(logits, draws.parameters, draws.keys, draws.positions)
+    assert torch.equal(draws.rows_of(sampled), draws._rows_on_device(sampled))
 
+
+def _sampled(rows: int) -> Any:
     return Sampled(torch.zeros(rows, dtype=torch.int64), torch.zeros((rows, 5), dtype=torch.int64))
 
 
