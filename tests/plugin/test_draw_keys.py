@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import struct
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +10,7 @@ import pytest
 from epochless_vllm.errors import InvalidRequestError
 from epochless_vllm.plugin import draw_keys
 from epochless_vllm.plugin.draw_keys import fill_material, key_of, material_of, prepare_request, set_material
+from tests.plugin.draws import seeded, unseeded
 
 pytest.importorskip("vllm.sampling_params")
 
@@ -29,12 +28,6 @@ def request(params: Any, **fields: Any) -> Any:
     return SimpleNamespace(**{**values, **fields})
 
 
-def oracle_key(context: str, *fields: bytes) -> tuple[int, int]:
-    """The key as its definition reads: tagged, length-prefixed fields under SHA-256."""
-    text = context.encode() + b"\0" + b"".join(struct.pack(">Q", len(f)) + f for f in fields)
-    return struct.unpack("<II", hashlib.sha256(text).digest()[:8])
-
-
 def test_a_client_seed_gives_the_seeded_key_whatever_the_request_id() -> None:
     keys = []
     for name in ("a", "b"):
@@ -42,12 +35,12 @@ def test_a_client_seed_gives_the_seeded_key_whatever_the_request_id() -> None:
         prepare_request(request(params, external_req_id=name))
         assert params.seed is None
         keys.append(key_of(params))
-    assert keys[0] == keys[1] == oracle_key("epochless/v1/draw-key/seeded", b"7", b"0", b"0")
+    assert keys[0] == keys[1] == seeded(7)
 
 
 def test_without_a_seed_every_request_draws_its_own_and_all_of_the_contract_is_in_the_key() -> None:
     filled = {"seed": HEX, "nonce": "n", "request": "r", "prompt": 2, "choice": 1}
-    expected = oracle_key("epochless/v1/draw-key/unseeded", bytes.fromhex(HEX), b"n", b"r", b"2", b"1")
+    expected = unseeded(filled)
     assert key_of(parameters(extra_args={"epochless": filled})) == expected
     for name, other in (("seed", "cd" * 32), ("nonce", "m"), ("request", "q"), ("prompt", 3), ("choice", 0)):
         assert key_of(parameters(extra_args={"epochless": {**filled, name: other}})) != expected
