@@ -1,6 +1,6 @@
 """Verify a receipt, offline: its bytes, its tree and final record, its draws, and that it agrees with what you give: a
-key, a nonce, the response. What you leave out is named in the caveats. Given an answer of the server instead, whole or a
-saved event stream, every receipt in it is verified against it."""
+key, a nonce, the response. What you leave out is named in the caveats. Given an answer of the server instead, whole or
+a saved event stream, every receipt in it is verified against it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
         output.value(described)
         _print(described, output)
         return 0
-    verified = [(item.index, _verify(item.receipt, payload, arguments)) for item in attested_choices(payload)]
+    verified = [(item.choice, _verify(item.receipt, payload, arguments)) for item in attested_choices(payload)]
     output.value({"choices": [{"index": index, **described} for index, described in verified]})
     for index, described in verified:
         output.line(f"choice {index}")

@@ -1,4 +1,4 @@
-"""Receipts on a real server of two API server processes, verified as a user would: `epochless verify`, bytes in files."""
+"""Receipts on a real server of two API server processes, verified with `epochless verify` from files."""
 
 from __future__ import annotations
 
