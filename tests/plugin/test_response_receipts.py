@@ -496,7 +496,7 @@ def test_receipts_and_the_key_are_read_over_http(tmp_path: Path) -> None:
         assert [(item["id"], item["finish_reason"], item["tokens"]) for item in listed] == [(receipt_id, "length", 70)]
         for path, status, code in (
             ("/v1/receipts/sha256:" + "0" * 64, 404, "unknown_receipt"),
-            ("/v1/receipts/nonsense", 400, "invalid_request"),
+            ("/v1/receipts/nonsense", 404, "unknown_receipt"),
             (f"/v1/receipts/{receipt_id}?format=xml", 400, "invalid_request"),
             ("/v1/receipts", 400, "invalid_request"),
             ("/v1/receipts?request_id=cmpl-none", 404, "unknown_receipt"),
