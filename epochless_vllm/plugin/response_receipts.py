@@ -13,6 +13,7 @@ import atexit
 import base64
 import functools
 import json
+from collections import Counter
 from collections.abc import AsyncGenerator
 from concurrent.futures import Future
 from contextlib import aclosing
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from epochless_vllm.errors import InvalidRequestError, SeamError
+from epochless_vllm.plugin import preemptions
 from epochless_vllm.plugin.engine_identity import EngineIdentity, identify_engine
 from epochless_vllm.plugin.late_arrivals import current_admission
 from epochless_vllm.plugin.options import Options
@@ -93,7 +95,8 @@ class PromptReceipts:
     def __init__(self, request: RequestReceipts, terms: PromptTerms, *, deltas: bool) -> None:
         self.recorders: dict[int, ChoiceRecorder] = {}
         self.sealed: dict[int, Sealed | None] = {}
-        self.queue: Any = None
+        self.rebuilds: Counter[int] = Counter()
+        self._queue: Any = None
         self._request, self._terms, self._deltas = request, terms, deltas
         self._header: Header | None = None
 
@@ -117,10 +120,17 @@ class PromptReceipts:
             elif self._request.streamed:
                 recorder.advance()
 
+    def entered(self, queue: Any) -> None:
+        """Remember the queue that the engine's outputs come through: the request is on its way to the scheduler."""
+        self._queue = queue
+        self.rebuilds = preemptions.watch(queue.request_id, self._terms.params.n)
+
     def close(self) -> None:
         """Seal as aborted what has not ended; the engine's last words are still in its queue."""
-        if self.queue is not None and (rest := self.queue.get_nowait()) is not None:
-            self.take(rest)
+        if self._queue is not None:
+            preemptions.forget(self._queue.request_id, self._terms.params.n)
+            if (rest := self._queue.get_nowait()) is not None:
+                self.take(rest)
         for index in self.recorders.keys() - self.sealed.keys():
             self._seal(index, "abort", None, at_once=False)
 
@@ -137,16 +147,16 @@ class PromptReceipts:
         return recorder
 
     def _seal(self, index: int, finish_reason: str, stop_reason: Any, *, at_once: bool) -> None:
-        recorder, signer = self.recorders[index], self._request.attestor.signer
+        recorder, signer, rebuilds = self.recorders[index], self._request.attestor.signer, self.rebuilds[index]
         sealed = Sealed(Future())
 
         def make() -> Entry:
             if sealed.receipt is None:
-                sealed.receipt = recorder.seal(finish_reason, stop_reason, signer)
+                sealed.receipt = recorder.seal(finish_reason, stop_reason, signer, rebuilds=rebuilds)
             return entry_of(sealed.receipt)
 
         if at_once:  # the chunk about to be sent carries the seal
-            sealed.receipt = recorder.seal(finish_reason, stop_reason, signer)
+            sealed.receipt = recorder.seal(finish_reason, stop_reason, signer, rebuilds=rebuilds)
         sealed.future = self._request.attestor.sink.submit(make)
         self.sealed[index] = sealed
 
@@ -312,7 +322,7 @@ def install() -> None:
     async def remember_queue(self: Any, *arguments: Any, **keywords: Any) -> Any:
         queue = await add_request(self, *arguments, **keywords)
         if (receipts := _opening.get()) is not None:
-            receipts.queue = queue
+            receipts.entered(queue)
         return queue
 
     open_attested._epochless_receipts = True  # type: ignore[attr-defined]  # the mark of an installed seam

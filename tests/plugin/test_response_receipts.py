@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from epochless_vllm.errors import InvalidRequestError, ReceiptError, TokenRowsError
-from epochless_vllm.plugin import response_receipts
+from epochless_vllm.plugin import preemptions, response_receipts
 from epochless_vllm.plugin.admission import Admission, admission_of, admit, check_options, validate_request
 from epochless_vllm.plugin.labels import annotate_choice
 from epochless_vllm.plugin.response_receipts import conclude, observe, open_stream, settle
@@ -322,13 +322,15 @@ def test_what_the_client_leaves_is_sealed_as_aborted_for_the_sink(tmp_path: Path
             FakeEngine(), admission, {"type": "token"}, params(500, deltas=deltas), "cmpl-a-0"
         )
         assert receipts is not None
+        entered = asyncio.Event()
         tokens, rows = tokens_for(6, 90), honest_rows(owned, 0, 90, lora=lora_of(admission))
 
         async def engine() -> Any:
             sent = 70 if deltas else 0
             # As generate() does: the abort leaves what was not read yet in the queue, finished as aborted.
             last = output_of("cmpl-a-0", 0, tokens[sent:], rows[sent:], "abort")
-            receipts.queue = SimpleNamespace(get_nowait=lambda: last)
+            receipts.entered(SimpleNamespace(request_id="cmpl-a-0-x", get_nowait=lambda: last))
+            entered.set()
             if deltas:
                 yield output_of("cmpl-a-0", 0, tokens[:70], rows[:70])
             await asyncio.Event().wait()
@@ -339,7 +341,8 @@ def test_what_the_client_leaves_is_sealed_as_aborted_for_the_sink(tmp_path: Path
                     annotate_choice(None, stream_choice(), output.outputs[0], output, request)
 
         reader = asyncio.create_task(read())
-        while receipts.queue is None or (deltas and not receipts.recorders):
+        await entered.wait()
+        while deltas and not receipts.recorders:
             await asyncio.sleep(0)
         reader.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -526,3 +529,41 @@ def test_installing_twice_wraps_once() -> None:
         assert AsyncLLM.generate is once
     finally:
         AsyncLLM.generate, AsyncLLM.add_request = before  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+def test_preemptions_are_counted_for_the_receipt_and_then_forgotten(tmp_path: Path, choices: int) -> None:
+    from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType
+
+    process = preemptions._wrap_outputs(lambda self, outputs: outputs)
+    preempted = [EngineCoreEvent.new_event(EngineCoreEventType.PREEMPTED)] * 2
+    queued = [EngineCoreEvent.new_event(EngineCoreEventType.QUEUED)]
+
+    async def scenario(front: FrontEnd) -> None:
+        request = Request()
+        admission = admitted(front, request)
+        asked = params(5, n=choices)
+        owned, receipts = open_stream(FakeEngine(), admission, {"type": "token"}, asked, "cmpl-a-0")
+        assert receipts is not None
+
+        async def engine() -> Any:
+            receipts.entered(SimpleNamespace(request_id="internal", get_nowait=lambda: None))
+            name = "internal" if choices == 1 else "1_internal"
+            for events in (queued, preempted, None):
+                process(None, [SimpleNamespace(request_id=item, events=events) for item in (name, "another")])
+            for index in range(choices):
+                rows = honest_rows(owned, index, 5, lora=lora_of(admission))
+                yield output_of("cmpl-a-0", index, tokens_for(index, 5), rows, "length")
+
+        bodies = []
+        async for output in observe(engine(), receipts):
+            choice = full_choice(output.outputs[0].index)
+            annotate_choice(None, choice, output.outputs[0], output, request)
+            bodies.append(choice)
+        assert admission.receipts is not None
+        await settle(admission.receipts)
+        counts = [verify_receipt(receipt_of(choice)).final.kv_rebuilds for choice in bodies]  # type: ignore[union-attr]
+        assert counts == ([2] if choices == 1 else [0, 2])
+        assert preemptions._watched == {}
+
+    on_policy(tmp_path, scenario)
