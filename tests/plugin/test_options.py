@@ -29,7 +29,7 @@ def test_flags_travel_in_additional_config(tmp_path: Path) -> None:
     options = options_of(arguments.additional_config)
     assert options is not None
     assert (options.receipts_bytes, options.receipts_age, options.attest) == (0, 60, "summary")
-    assert options.signing_key == "key.pem"
+    assert options.signing_key == str(Path("key.pem").absolute())
     assert (options.keep, options.require_revision, options.import_root) == (7, True, str(tmp_path))
 
 
