@@ -38,6 +38,8 @@ from epochless_vllm.protocol.spans import RevisionEntry
 # The stream whose request is being added to the engine: set around that only.
 _opening: ContextVar[Any] = ContextVar("epochless_opening", default=None)
 
+DONE = "data: [DONE]\n\n"
+
 
 @dataclass(frozen=True)
 class Attestor:
@@ -277,11 +279,17 @@ async def settle(request: RequestReceipts) -> None:
 
 async def conclude(stream: AsyncGenerator[Any, None], request: RequestReceipts) -> AsyncGenerator[Any, None]:
     """Yield a route's chunks; before its end, a chunk without choices names the receipts the disk refused after all."""
+    earlier = ""
     async with aclosing(stream):
         async for item in stream:
-            if item == "data: [DONE]\n\n" and (refused := await _refused(request)):
-                yield f"data: {json.dumps({'choices': [], 'epochless': {'receipts': refused}})}\n\n"
+            if item == DONE and (refused := await _refused(request)):
+                last = json.loads(earlier.removeprefix("data:")) if earlier else {}
+                described = {
+                    name: last[name] for name in ("id", "request_id", "object", "created", "model") if name in last
+                }
+                yield f"data: {json.dumps({**described, 'choices': [], 'epochless': {'receipts': refused}})}\n\n"
             yield item
+            earlier = item
 
 
 async def _refused(request: RequestReceipts) -> list[dict[str, Any]]:

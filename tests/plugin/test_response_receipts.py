@@ -411,15 +411,18 @@ def test_a_full_disk_is_said_beside_the_choice_and_again_at_the_end_of_a_stream(
             async for output in observe(stream_of([final]), receipts):
                 choice = stream_choice()
                 annotate_choice(None, choice, output.outputs[0], output, request)
-                yield f"data: {choice.model_dump_json()}\n\n"
+                chunk = {"model": "m", "usage": None, "choices": [choice.model_dump(mode="json")]}
+                yield f"data: {json.dumps(chunk)}\n\n"
             yield DONE
 
         assert admission.receipts is not None
         first, last, done = [item async for item in conclude(route(), admission.receipts)]
-        assert json.loads(first[6:])["epochless"]["kept"] is True
+        (announced,) = json.loads(first[6:])["choices"]
+        assert announced["epochless"]["kept"] is True
         (refused,) = json.loads(last[6:])["epochless"]["receipts"]
-        assert (refused["kept"], refused["id"]) == (False, json.loads(first[6:])["epochless"]["id"])
+        assert (refused["kept"], refused["id"]) == (False, announced["epochless"]["id"])
         assert json.loads(last[6:])["choices"] == []
+        assert json.loads(last[6:])["model"] == "m"
         assert done == DONE
 
     on_policy(tmp_path, scenario)
