@@ -213,11 +213,11 @@ async def observe(stream: AsyncGenerator[Any, None], receipts: PromptReceipts) -
     """Yield an engine's outputs and record them."""
     try:
         async with aclosing(stream):
-            token = _opening.set(receipts)
+            _opening.set(receipts)
             try:
                 output = await anext(stream, None)
             finally:
-                _opening.reset(token)
+                _opening.set(None)  # not reset: a stream may be closed in another context than it was opened in
             while output is not None:
                 receipts.take(output)
                 yield output

@@ -28,7 +28,7 @@ from epochless_vllm.plugin.logs import logger
 FILE_NAME = "receipts.sqlite"
 BUSY_S = 10.0
 SWITCH_INTERVAL_S = 5e-4
-BATCH = 64  # receipts of one transaction
+BATCH = 16  # receipts of one transaction
 MAX_WAITING = 4096  # receipts that wait for the disk; beyond it a new one is not kept
 
 _SCHEMA = """
