@@ -57,9 +57,9 @@ def install() -> None:
             raise SeamError(f"LLMEngine has no {name}", target=f"LLMEngine.{name}")
     if getattr(LLMEngine.add_request, "_epochless", False):
         return
-    LLMEngine.add_request = _wrap_entry(LLMEngine.add_request)
-    LLMEngine.step = _wrap_step(LLMEngine.step)
-    LLMEngine.abort_request = _wrap_abort(LLMEngine.abort_request)
+    LLMEngine.add_request = _wrap_entry(LLMEngine.add_request)  # type: ignore[method-assign]
+    LLMEngine.step = _wrap_step(LLMEngine.step)  # type: ignore[method-assign]
+    LLMEngine.abort_request = _wrap_abort(LLMEngine.abort_request)  # type: ignore[method-assign]
 
 
 def _wrap_entry(original: Any) -> Any:

@@ -334,5 +334,5 @@ def install() -> None:
         return queue
 
     open_attested._epochless_receipts = True  # type: ignore[attr-defined]  # the mark of an installed seam
-    AsyncLLM.generate = open_attested
-    AsyncLLM.add_request = remember_queue
+    AsyncLLM.generate = open_attested  # type: ignore[method-assign]
+    AsyncLLM.add_request = remember_queue  # type: ignore[method-assign]

@@ -76,7 +76,7 @@ def test_the_same_receipt_twice_counts_once(tmp_path: Path) -> None:
 
 def test_receipts_expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
-    monkeypatch.setattr(sink_module.time, "time", lambda: now[0])
+    monkeypatch.setattr("epochless_vllm.plugin.sink.time.time", lambda: now[0])
     sink = make_sink(tmp_path, max_age_s=60)
     keep(sink, entry(1))
     now[0] = 1060.0
