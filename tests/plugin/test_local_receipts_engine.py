@@ -10,7 +10,7 @@ import pytest
 from epochless_vllm.errors import InvalidRequestError
 from epochless_vllm.protocol.compact import encode_compact
 from epochless_vllm.verify import Verdict, verify_receipt
-from tests.engines import make_engine
+from tests.engines import finish, make_engine
 from tests.tiny_model import make_adapter, make_model
 
 pytestmark = pytest.mark.engine
@@ -109,3 +109,26 @@ def test_nothing_is_remembered_of_requests_that_ended_or_were_aborted(llm: Any) 
     engine.step()
     engine.abort_request(["aborted-1"])
     assert engine.__dict__.get("_epochless_pending") == {}
+
+
+def test_a_preempted_request_says_so_and_its_draws_stand(llm: Any) -> None:
+    from vllm import SamplingParams
+
+    from epochless_vllm.plugin.engine import receipts, resolve
+
+    engine, tokens = llm.llm_engine, []
+    for preempted in (False, True):
+        params = SamplingParams(temperature=0.9, max_tokens=30, seed=11, ignore_eos=True)
+        name = f"preempted-{preempted}"
+        engine.add_request(name, {"prompt": PROMPTS[0]}, params, lora_request=resolve(llm, "policy"))
+        for _ in range(10):
+            engine.step()
+        if preempted:
+            assert engine.reset_prefix_cache(reset_running_requests=True)
+        (output,) = finish(llm).values()
+        (receipt,) = receipts(output)
+        assert receipt.final.kv_rebuilds == int(preempted)
+        tokens.append(list(output.outputs[0].token_ids))
+        verified = verify_receipt(encode_compact(receipt), token_ids=tokens[-1], seed=11)
+        assert verified.verdict is Verdict.SAMPLING_CONSISTENT
+    assert tokens[0] == tokens[1]
