@@ -1,5 +1,6 @@
 """Verify a receipt, offline: its bytes, its tree and final record, its draws, and that it agrees with what you give: a
-key, a nonce, the response. What you leave out is named in the caveats."""
+key, a nonce, the response. What you leave out is named in the caveats. Given an answer of the server instead, whole or
+a saved event stream, every receipt in it is verified against it."""
 
 from __future__ import annotations
 
@@ -18,12 +19,18 @@ MAX_RECEIPT_BYTES = 256 << 20  # a verbose receipt of the longest context is far
 # What precedes the 32 bytes of an Ed25519 key in a SubjectPublicKeyInfo, which PEM files hold.
 ED25519_PREFIX = bytes.fromhex("302a300506032b6570032100")
 KEY_BYTES = 32
+# Of the compact, the streaming and the verbose format; anything else must be an answer.
+RECEIPT_STARTS = (b"EPc1", b"EPs1", b'{"blocks":')
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument("receipt", help="file of the receipt in any format; - for standard input")
-    parser.add_argument("--public-key", metavar="FILE", help="the server's Ed25519 key: PEM, 64 hex digits or 32 bytes")
+    parser.add_argument(
+        "receipt", help="file of the receipt in any format, or of the answer that carries it; - for standard input"
+    )
+    parser.add_argument(
+        "--public-key", "--key", metavar="FILE", help="the server's Ed25519 key: PEM, 64 hex digits or 32 bytes"
+    )
     parser.add_argument("--receipt-id", metavar="ID", help="the id you learned over another channel")
     parser.add_argument("--response", metavar="FILE", help="the response as received: pins tokens, reason and versions")
     parser.add_argument("--nonce", help="the nonce you sent")
@@ -41,10 +48,28 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
     Raises:
         ReceiptError: refused; ``threat`` says what it would have got away with.
     """
+    from epochless_vllm.verify import attested_choices
+
+    payload = read_file(arguments.receipt, field="receipt")
+    response = None if arguments.response is None else read_file(arguments.response, field="response")
+    if payload.startswith(RECEIPT_STARTS) or response is not None:
+        described = _verify(payload, response, arguments)
+        output.value(described)
+        _print(described, output)
+        return 0
+    verified = [(item.choice, _verify(item.receipt, payload, arguments)) for item in attested_choices(payload)]
+    output.value({"choices": [{"index": index, **described} for index, described in verified]})
+    for index, described in verified:
+        output.line(f"choice {index}")
+        _print(described, output)
+    return 0
+
+
+def _verify(payload: bytes, response: bytes | None, arguments: argparse.Namespace) -> dict[str, Any]:
     from epochless_vllm.verify import describe, verify_receipt
 
     verified = verify_receipt(
-        read_file(arguments.receipt, field="receipt"),
+        payload,
         public_key=None if arguments.public_key is None else read_public_key(arguments.public_key),
         receipt_id=arguments.receipt_id,
         nonce=arguments.nonce,
@@ -53,13 +78,10 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
         revisions=arguments.revision,
         seed=arguments.seed,
         seed_commitment=arguments.seed_commitment,
-        response=None if arguments.response is None else read_file(arguments.response, field="response"),
+        response=response,
         allow_incomplete=arguments.allow_incomplete,
     )
-    described = describe(verified)
-    output.value(described)
-    _print(described, output)
-    return 0
+    return describe(verified)
 
 
 def _print(described: dict[str, Any], output: Output) -> None:
