@@ -11,9 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-TILE_ROWS = (
-    8  # rows that share one read of a slot's weights; more starves many-core machines of tasks in decode
-)
+TILE_ROWS = 8  # rows that share one read of a slot's weights; more starves many-core machines of tasks in decode
 
 NO_SLOT = -1
 

@@ -29,9 +29,7 @@ class SlotWeights:
         blocks_B3: int64 [block, 3], (first column, end column, slice).
     """
 
-    def __init__(
-        self, *, num_slots: int, max_rank: int, input_size: int, output_sizes: Sequence[int]
-    ) -> None:
+    def __init__(self, *, num_slots: int, max_rank: int, input_size: int, output_sizes: Sequence[int]) -> None:
         slices = len(output_sizes)
         step_rank = round_rank(max_rank)
         # Never-written pages are never touched: a rank below the maximum costs address space, not memory.
@@ -107,9 +105,6 @@ def _block_outputs(output_sizes: Sequence[int]) -> np.ndarray:
     blocks: list[tuple[int, int, int]] = []
     start = 0
     for index, size in enumerate(output_sizes):
-        blocks += [
-            (o, min(o + BLOCK_OUTPUTS, start + size), index)
-            for o in range(start, start + size, BLOCK_OUTPUTS)
-        ]
+        blocks += [(o, min(o + BLOCK_OUTPUTS, start + size), index) for o in range(start, start + size, BLOCK_OUTPUTS)]
         start += size
     return np.array(blocks, dtype=np.int64).reshape(-1, 3)

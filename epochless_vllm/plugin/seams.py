@@ -25,9 +25,11 @@ def install_seams(options: Options) -> None:
         admission,
         block_keys,
         core,
+        fairness,
         labels,
         local_requests,
         metrics,
+        orphans,
         punica,
         recovery,
         routes,
@@ -36,7 +38,8 @@ def install_seams(options: Options) -> None:
     )
 
     check_patch()
-    for seam in (worker, slots, block_keys, core, local_requests, recovery, admission, routes, labels, metrics):
+    engine_seams = (worker, slots, block_keys, core, fairness, local_requests, recovery, orphans)
+    for seam in (*engine_seams, admission, routes, labels, metrics):
         seam.install()
     punica.install(options)
     _installed = True

@@ -1,8 +1,10 @@
-"""``vllm`` with a gate between admission and the engine and a brake on the engine, for tests that race with requests.
+"""``vllm`` with a gate between admission and the engine, a brake on the engine and cuts, for tests that race and crash.
 
 While the file named by EPOCHLESS_TEST_GATE exists, requests wait after they are bound to a revision and before the
-engine hears of them. While the one named by EPOCHLESS_TEST_BRAKE exists, a step takes BRAKED_STEP_S longer. Both are
-set on import: the processes vLLM spawns import this module again. Everything else is the command line of vLLM.
+engine hears of them. While the one named by EPOCHLESS_TEST_BRAKE exists, a step takes BRAKED_STEP_S longer. When
+the one named by EPOCHLESS_TEST_CUT exists, its text becomes EPOCHLESS_CRASH_AT of each process that goes on publishing
+or retiring. All are set on import: the processes vLLM spawns import this module again. Everything else is the command
+line of vLLM.
 """
 
 from __future__ import annotations
@@ -17,9 +19,13 @@ from typing import Any
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore
 
+from epochless_vllm.durable import CRASH_VARIABLE
+from epochless_vllm.plugin.service import PublicationService
+
 BRAKED_STEP_S = 0.05
 _GATE = Path(os.environ["EPOCHLESS_TEST_GATE"])
 _BRAKE = Path(os.environ["EPOCHLESS_TEST_BRAKE"])
+_CUT = Path(os.environ["EPOCHLESS_TEST_CUT"])
 _add_request = AsyncLLM.add_request
 _step = EngineCore.step
 
@@ -36,6 +42,23 @@ def _step_under_the_brake(self: Any) -> Any:
     return _step(self)
 
 
+def _armed(original: Any) -> Any:
+    """Read the cut before each operation, so that a running server can be told where to stop."""
+
+    def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        if _CUT.exists():
+            os.environ[CRASH_VARIABLE] = _CUT.read_text()
+        return original(self, *arguments, **keywords)
+
+    return call
+
+
+for _target, _names in (
+    (PublicationService, ("publish_directory", "publish_files", "retire", "pump")),
+    (EngineCore, ("collective_rpc",)),
+):
+    for _name in _names:
+        setattr(_target, _name, _armed(getattr(_target, _name)))
 AsyncLLM.add_request = _add_request_behind_the_gate  # type: ignore[method-assign]
 EngineCore.step = _step_under_the_brake  # type: ignore[method-assign]
 

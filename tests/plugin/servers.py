@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,16 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor 
 @dataclass
 class Server:
     """A running server. While ``gate`` exists, requests wait between admission and engine; while ``brake`` does, a
-    step of the engine takes at least gated_server.BRAKED_STEP_S."""
+    step of the engine takes at least gated_server.BRAKED_STEP_S. Written into ``cut``, a crash point stops the process
+    that next passes it."""
 
     url: str
     key: str
     gate: Path
     brake: Path
+    cut: Path
     log: Path
+    process: subprocess.Popen[bytes]
 
     def client(self) -> httpx.Client:
         return httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {self.key}"}, timeout=120)
@@ -88,11 +91,21 @@ class Server:
 @contextmanager
 def running(root: Path, *flags: str, key: str = "k2", **environment: str) -> Iterator[Server]:
     """Start a server on ``root``'s model and store; stop it, whatever happened, at the end."""
+    server = launch(root, *flags, key=key, **environment)
+    try:
+        wait_until_healthy(server)
+        yield server
+    finally:
+        stop(server)
+
+
+def launch(root: Path, *flags: str, key: str = "k2", **environment: str) -> Server:
+    """Start a server and return without waiting for it; ``stop`` must follow."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     (root / "chat.jinja").write_text(CHAT_TEMPLATE)
-    log, gate, brake = root / "server.log", root / "gate", root / "brake"
+    log, gate, brake, cut = root / "server.log", root / "gate", root / "brake", root / "cut"
     command = [
         *(sys.executable, str(ROOT / "tests" / "plugin" / "gated_server.py"), "serve", str(root / "model")),
         *("--served-model-name", "base", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
@@ -106,32 +119,33 @@ def running(root: Path, *flags: str, key: str = "k2", **environment: str) -> Ite
         "HF_HUB_OFFLINE": "1",
         "EPOCHLESS_TEST_GATE": str(gate),
         "EPOCHLESS_TEST_BRAKE": str(brake),
+        "EPOCHLESS_TEST_CUT": str(cut),
         "PYTHONPATH": str(ROOT),
     }
     with log.open("ab") as target:
         process = subprocess.Popen(
             command, stdout=target, stderr=target, env={**os.environ, **settings, **environment}, start_new_session=True
         )
-    try:
-        server = Server(f"http://127.0.0.1:{port}", key, gate, brake, log)
-        _wait_until_healthy(server, process)
-        yield server
-    finally:
-        gate.unlink(missing_ok=True)
-        brake.unlink(missing_ok=True)
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait(30)
+    return Server(f"http://127.0.0.1:{port}", key, gate, brake, cut, log, process)
 
 
-def _wait_until_healthy(server: Server, process: subprocess.Popen[bytes]) -> None:
+def stop(server: Server) -> None:
+    """End a server as an operator does, and whatever of it is still there afterwards."""
+    for file in (server.gate, server.brake, server.cut):
+        file.unlink(missing_ok=True)
+    if server.process.poll() is None:
+        os.killpg(server.process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            server.process.wait(30)
+    with suppress(ProcessLookupError):
+        os.killpg(server.process.pid, signal.SIGKILL)
+    server.process.wait(30)
+
+
+def wait_until_healthy(server: Server) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
-        assert process.poll() is None, server.log.read_text()[-4000:]
+        assert server.process.poll() is None, server.log.read_text()[-4000:]
         try:
             if httpx.get(f"{server.url}/health", timeout=5).status_code == 200:
                 return
