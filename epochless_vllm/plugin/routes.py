@@ -88,12 +88,7 @@ async def describe_policy(request: Request, rest: str) -> JSONResponse:
     """Describe a policy, or one of its revisions by digest, digest prefix or step."""
     service = _served(request).service
     if match := _REVISION.fullmatch(rest):
-        described = service.describe(match["policy"])
-        (policy,) = described["policies"]
-        for item in policy["revisions"]:
-            if item["revision_id"].startswith(match["revision"]) or str(item["step"]) == match["revision"]:
-                return JSONResponse({"policy": match["policy"], **item})
-        raise UnknownRevisionError(f"policy {match['policy']}: has no revision {match['revision']}", model=rest)
+        return JSONResponse(service.describe_revision(match["policy"], match["revision"]))
     policy_name = match["policy"] if (match := _REVISIONS.fullmatch(rest)) else rest
     (described,) = service.describe(policy_name)["policies"]
     return JSONResponse(described)

@@ -21,6 +21,7 @@ from vllm.v1.engine.core import EngineCore
 
 from epochless_vllm.durable import CRASH_VARIABLE
 from epochless_vllm.plugin.service import PublicationService
+from epochless_vllm.publication.participant import Participant
 
 BRAKED_STEP_S = 0.05
 _GATE = Path(os.environ["EPOCHLESS_TEST_GATE"])
@@ -55,7 +56,7 @@ def _armed(original: Any) -> Any:
 
 for _target, _names in (
     (PublicationService, ("publish_directory", "publish_files", "retire", "pump")),
-    (EngineCore, ("collective_rpc",)),
+    (Participant, ("handle",)),
 ):
     for _name in _names:
         setattr(_target, _name, _armed(getattr(_target, _name)))

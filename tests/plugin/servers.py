@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 
 START_TIMEOUT_S = 600
+END_S = 120
 ROOT = Path(__file__).parents[2]
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
@@ -87,6 +88,14 @@ class Server:
             assert time.monotonic() < deadline, f"{policy} step {step} is {self.statuses(policy)}"
             time.sleep(0.05)
 
+    def wait_until_gone(self) -> None:
+        """Wait for the server's end and that of every process it started."""
+        self.process.wait(END_S)
+        deadline = time.monotonic() + END_S
+        while left := members(self.process.pid):
+            assert time.monotonic() < deadline, f"still running: {left}"
+            time.sleep(0.05)
+
 
 @contextmanager
 def running(root: Path, *flags: str, key: str = "k2", **environment: str) -> Iterator[Server]:
@@ -153,3 +162,15 @@ def wait_until_healthy(server: Server) -> None:
             pass
         time.sleep(0.25)
     raise AssertionError(f"no answer in {START_TIMEOUT_S} s: {server.log.read_text()[-4000:]}")
+
+
+def members(group: int) -> list[int]:
+    """Return the living processes of a process group."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                state, _, process_group = entry.joinpath("stat").read_text().rpartition(")")[2].split()[:3]
+                if int(process_group) == group and state != "Z":
+                    found.append(int(entry.name))
+    return found
