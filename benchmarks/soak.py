@@ -99,7 +99,9 @@ class Soak:
 
     async def run(self, streams: int) -> None:
         """Run trainer and clients until the time is up and everything they began has ended."""
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        limits = httpx.Limits(
+            max_connections=None, max_keepalive_connections=0
+        )  # a server may close an idle one as it is used
         headers = {"Authorization": f"Bearer {self.server.key}"}
         async with httpx.AsyncClient(
             base_url=self.server.url, headers=headers, timeout=END_S, limits=limits
