@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,114 +10,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from epochless_vllm.plugin import fairness
+from tests.plugin.schedulers import Arrival, Life, Simulation, make_config
 from tests.tiny_model import make_model
-
-BLOCKS = 4096
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """A request that arrives before a step, for an adapter (0: the base model), and runs for so many steps."""
-
-    step: int
-    adapter: int
-    tokens: int
-
-
-@dataclass
-class Life:
-    """What became of one arrival: what ran and what waited when it came, and the steps of its first and last token."""
-
-    arrival: Arrival
-    running: list[int]
-    waiting: list[int]
-    begun: int | None = None
-    ended: int | None = None
-
-
-class Simulation:
-    """A scheduler fed by arrivals; every scheduled request emits one token a step."""
-
-    def __init__(self, config: Any, *, slots: int, seats: int, policy: str = "fcfs") -> None:
-        import torch
-        from vllm.v1.core.sched.scheduler import Scheduler
-        from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-        from vllm.v1.structured_output import StructuredOutputManager
-
-        config.lora_config.max_loras = slots
-        config.scheduler_config.max_num_seqs = seats
-        config.scheduler_config.policy = policy
-        config.cache_config.num_gpu_blocks = BLOCKS
-        spec = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
-        caches = KVCacheConfig(
-            num_blocks=BLOCKS, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)]
-        )
-        self.scheduler = Scheduler(config, caches, StructuredOutputManager(config), block_size=16)
-        self.lives: dict[str, Life] = {}
-
-    def run(self, arrivals: Sequence[Arrival]) -> list[Life]:
-        """Step until everything that arrived has ended."""
-        coming = sorted(arrivals, key=lambda arrival: arrival.step)
-        for step in itertools.count():
-            while coming and coming[0].step <= step:
-                self._add(coming.pop(0))
-            if not coming and not self.scheduler.has_unfinished_requests():
-                return list(self.lives.values())
-            assert step < 3000, "a request never ended"
-            self._step(step)
-        raise AssertionError
-
-    def _add(self, arrival: Arrival) -> None:
-        from vllm import SamplingParams
-        from vllm.lora.request import LoRARequest
-        from vllm.v1.request import Request
-
-        number = len(self.lives)
-        lora = LoRARequest(f"a{arrival.adapter}", arrival.adapter, "none") if arrival.adapter else None
-        parameters = SamplingParams(max_tokens=arrival.tokens, ignore_eos=True)
-        request = Request(str(number), [number % 250, 7, 8], parameters, None, lora_request=lora)
-        running = [int(other.request_id) for other in self.scheduler.running]
-        waiting = [int(other.request_id) for other in fairness.waiting_requests(self.scheduler)]
-        self.lives[str(number)] = Life(arrival, running, waiting)
-        self.scheduler.add_request(request)
-
-    def _step(self, step: int) -> None:
-        from vllm.v1.outputs import ModelRunnerOutput
-
-        scheduled = self.scheduler.schedule()
-        ids = list(scheduled.num_scheduled_tokens)
-        for request_id in ids:
-            life = self.lives[request_id]
-            life.begun = step if life.begun is None else life.begun
-        tokens = [[1] for _ in ids]
-        output = ModelRunnerOutput(
-            req_ids=ids,
-            req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
-            sampled_token_ids=tokens,  # type: ignore[arg-type]  # the type changed between releases, the shape did not
-            logprobs=None,
-            prompt_logprobs_dict={},
-            pooler_output=[],
-        )
-        self.scheduler.update_from_output(scheduled, output)
-        for request_id in ids:
-            if request_id not in self.scheduler.requests:
-                self.lives[request_id].ended = step
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    from vllm.engine.arg_utils import EngineArgs
-
     model = tmp_path_factory.mktemp("model")
     make_model(model)
-    arguments = EngineArgs(
-        model=str(model), dtype="float32", enable_lora=True, max_lora_rank=8, max_model_len=1024, async_scheduling=False
-    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
         fairness.install()
         fairness.install()
-        yield arguments.create_engine_config()
+        yield make_config(model)
 
 
 @pytest.fixture
@@ -174,15 +77,15 @@ def test_a_request_that_is_aborted_while_it_waits_lets_the_others_go_on(config: 
 
     simulation = Simulation(config, slots=1, seats=8)
     scheduler = simulation.scheduler
-    simulation._add(Arrival(0, 1, 50))
-    simulation._step(0)
-    simulation._add(Arrival(1, 2, 4))
-    simulation._step(1)
-    simulation._add(Arrival(2, 1, 4))
-    simulation._step(2)
+    simulation.add(Arrival(0, 1, 50))
+    simulation.step(0)
+    simulation.add(Arrival(1, 2, 4))
+    simulation.step(1)
+    simulation.add(Arrival(2, 1, 4))
+    simulation.step(2)
     assert simulation.lives["2"].begun is None
     scheduler.finish_requests("1", RequestStatus.FINISHED_ABORTED)
-    simulation._step(3)
+    simulation.step(3)
     assert simulation.lives["2"].begun == 3
     assert set(fairness.in_use(scheduler)) == {1}
 
