@@ -24,6 +24,7 @@ def install_seams(options: Options) -> None:
     from epochless_vllm.plugin import (
         admission,
         block_keys,
+        control,
         core,
         fairness,
         labels,
@@ -38,7 +39,7 @@ def install_seams(options: Options) -> None:
     )
 
     check_patch()
-    engine_seams = (worker, slots, block_keys, core, fairness, local_requests, recovery, orphans)
+    engine_seams = (worker, slots, block_keys, core, control, fairness, local_requests, recovery, orphans)
     for seam in (*engine_seams, admission, routes, labels, metrics):
         seam.install()
     punica.install(options)
