@@ -2,8 +2,8 @@
 
 Pausing, resuming and emptying caches keep every request on its revision and are left as they are. Calls that may change
 weights are refused: the base model's bytes are part of what every revision, block key and receipt names, so another
-base model is another deployment. Memory that was given up in a sleep is not trusted again: an adapter's slots are read back
-before its next step. Dies when upstream tells a weight update from other calls.
+base model is another deployment. Memory that was given up in a sleep is not trusted again: an adapter's slots are read
+back before its next step. Dies when upstream tells a weight update from other calls.
 """
 
 from __future__ import annotations

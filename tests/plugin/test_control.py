@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,15 +85,15 @@ class Core:
             return SimpleNamespace(lora_request=SimpleNamespace(lora_int_id=adapter) if adapter else None)
 
         self.scheduler.requests = {str(n): request(adapter) for n, adapter in enumerate([*running, *new])}
-        scheduled = {name: 1 for name in self.scheduler.requests}
+        scheduled = dict.fromkeys(self.scheduler.requests, 1)
         fresh = [request(adapter) for adapter in new]
         output = SimpleNamespace(scheduled_new_reqs=fresh, num_scheduled_tokens=scheduled)
         assert self.model_executor.execute_model(output) == "ran"
 
 
 @pytest.fixture
-def core() -> Iterator[Core]:
-    yield Core()
+def core() -> Core:
+    return Core()
 
 
 def test_after_a_sleep_every_adapter_is_read_back_before_its_next_step(core: Core) -> None:
