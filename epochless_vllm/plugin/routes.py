@@ -24,6 +24,7 @@ from epochless_vllm.errors import (
 from epochless_vllm.plugin.authentication import ApiKeys, keys_of
 from epochless_vllm.plugin.error_responses import add_handler
 from epochless_vllm.plugin.options import options_of
+from epochless_vllm.plugin.pace import paced, upload_place
 from epochless_vllm.plugin.served_models import ServedRevisions, revisions_of
 from epochless_vllm.plugin.uploads import receive_upload
 from epochless_vllm.protocol.names import parse_policy, parse_step
@@ -68,11 +69,12 @@ async def publish_revision(request: Request, rest: str) -> JSONResponse:
     served = _served(request)
     if _media_type(request) == "multipart/form-data":
         directory = Path(served.service.options.store) / "incoming"
-        upload = await receive_upload(request.headers["content-type"], request.stream(), directory)
-        try:
-            published = await served.publisher.publish_files(upload.files, policy, _step_of(upload.fields))
-        finally:
-            upload.close()
+        with upload_place():
+            upload = await receive_upload(request.headers["content-type"], paced(request.stream()), directory)
+            try:
+                published = await served.publisher.publish_files(upload.files, policy, _step_of(upload.fields))
+            finally:
+                upload.close()
     else:
         body = await read_json(request, PublishRequest)
         published = await served.publisher.publish_directory(body.path, policy, body.step)
@@ -170,7 +172,7 @@ async def read_json(request: Request, body_type: type[Body]) -> Body:
     """
     if _media_type(request) != "application/json":
         raise InvalidRequestError("content-type: must be application/json", field="content-type")
-    payload = b"".join([chunk async for chunk in _bounded(request.stream())])
+    payload = b"".join([chunk async for chunk in _bounded(paced(request.stream()))])
     return decode_body(body_type, payload)
 
 
