@@ -18,7 +18,7 @@ from epochless_vllm.plugin.logs import logger
 POLL_S = 0.5
 GRACE_S = 10.0  # for an orderly end; a process that hangs in a step ends without one
 
-_watching = False
+_watching: int | None = None  # the process that watches: a forked one finds its parent's id here, and no thread
 
 
 def install() -> None:
@@ -28,9 +28,9 @@ def install() -> None:
     """
     global _watching
     owner = os.environ.get(EPOCH_VARIABLE, "").partition(":")[0]
-    if _watching or owner in ("", str(os.getpid())):
+    if _watching == os.getpid() or owner in ("", str(os.getpid())):
         return
-    _watching = True
+    _watching = os.getpid()
     threading.Thread(target=watch, args=(os.getppid(),), name="epochless-orphan-watch", daemon=True).start()
 
 

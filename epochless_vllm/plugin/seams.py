@@ -19,6 +19,9 @@ def install_seams(options: Options) -> None:
         SeamError: the engine is unpatched, or lacks a target.
     """
     global _installed
+    from epochless_vllm.plugin import orphans
+
+    orphans.install()  # a forked process has the seams of its parent, and not its threads
     if _installed:
         return
     from epochless_vllm.plugin import (
@@ -30,7 +33,6 @@ def install_seams(options: Options) -> None:
         labels,
         local_requests,
         metrics,
-        orphans,
         punica,
         recovery,
         routes,
@@ -39,7 +41,7 @@ def install_seams(options: Options) -> None:
     )
 
     check_patch()
-    engine_seams = (worker, slots, block_keys, core, control, fairness, local_requests, recovery, orphans)
+    engine_seams = (worker, slots, block_keys, core, control, fairness, local_requests, recovery)
     for seam in (*engine_seams, admission, routes, labels, metrics):
         seam.install()
     punica.install(options)

@@ -43,6 +43,14 @@ def test_a_spawned_process_ends_when_its_parent_is_killed(mutant: str) -> None:
     parent.wait()
 
 
+def test_a_forked_process_watches_by_itself() -> None:
+    fork = "orphans.install(); os.fork() and os._exit(0)"
+    parent, watches, pid = start(CHILD.format(mutant=fork), "1:7")
+    assert watches == 1
+    os.kill(pid, signal.SIGKILL)
+    parent.wait()
+
+
 @pytest.mark.parametrize("owner", ["", "its own"])
 def test_the_owner_of_a_deployment_outlives_its_parent(owner: str) -> None:
     mutant = "os.environ['EPOCHLESS_DEPLOYMENT'] = f'{os.getpid()}:1'" if owner else ""
