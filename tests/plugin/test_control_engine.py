@@ -15,7 +15,7 @@ from tests.tiny_model import make_adapter, make_model
 pytestmark = pytest.mark.engine
 
 PROMPT = "A pause is no reason to change one's mind. "
-TOKENS = 300
+TOKENS = 100
 BODY = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 
 
