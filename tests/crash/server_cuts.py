@@ -244,9 +244,8 @@ class Chain:
             wanted = {"live": 200, "retired": 410}.get(self.expected.get(step, ""), 404)
             assert answer.status_code == wanted, f"step {step}: {answer.status_code}, expected {wanted}: {answer.text}"
             if wanted == 200:
-                assert answer.json()["choices"][0]["token_ids"] == self.said[step][:CHECKED], (
-                    f"step {step} says other tokens"
-                )
+                heard = answer.json()["choices"][0]["token_ids"]
+                assert heard == self.said[step][:CHECKED], f"step {step} says other tokens"
         store = self.root / "store"
         leftovers = os.listdir(store / "incoming")
         assert not leftovers, f"leftovers: {leftovers}"
