@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 STRICT := epochless_vllm/protocol epochless_vllm/store epochless_vllm/publication epochless_vllm/patch \
           epochless_vllm/wire.py epochless_vllm/verify epochless_vllm/reference epochless_vllm/client epochless_vllm/cli
 
-.PHONY: setup demo test test-engine lint bench
+.PHONY: setup demo test test-engine lint bench crash soak
 
 setup:
 	@PYTHON=$(PYTHON) VENV=$(VENV) bash docker/setup.sh
@@ -25,3 +25,10 @@ lint: setup
 
 bench: setup
 	@$(PY) benchmarks/bench_publish.py
+
+# The whole crash campaign; WRITE=1 renews tests/crash/README.md from it.
+crash: setup
+	@$(PY) -m tests.crash.campaign --servers $(if $(WRITE),--write)
+
+soak: setup
+	@$(PY) benchmarks/soak.py --seconds $(or $(SECONDS),60)

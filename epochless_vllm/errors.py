@@ -55,6 +55,18 @@ class UploadTooLargeError(InvalidRequestError):
     code, status = "upload_too_large", 413
 
 
+class BodyTooSlowError(InvalidRequestError):
+    """A request's body stopped, or trickles in."""
+
+    code, status = "body_too_slow", 408
+
+
+class UploadsBusyError(EpochlessError):
+    """As many uploads are arriving as this front end takes at once."""
+
+    code, status = "uploads_busy", 503
+
+
 class UnauthorizedError(EpochlessError):
     """The request carries none of the server's API keys."""
 

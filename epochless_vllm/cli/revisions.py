@@ -28,6 +28,9 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
         output.table(("policy", "step", "revision", "status", "sequence", "id"), rows)
     else:
         output.line("no revisions")
+    more = sum(policy.get("more", 0) for policy in policies)
+    if more and arguments.retired:
+        output.line(f"and {more} more: name a step or digest in GET /v1/policies/POLICY/revisions/REVISION")
     return 0
 
 

@@ -14,6 +14,7 @@ from epochless_vllm.plugin.logs import logger
 
 VERIFIED = "_epochless_verified"
 FAILED = "_epochless_failed"
+DISTRUSTED = "_epochless_distrusted"
 
 
 def guard_activation(engine_core: Any) -> None:
@@ -36,6 +37,7 @@ def guard_executor(core: Any) -> None:
     execute = core.model_executor.execute_model
     setattr(core, VERIFIED, set())
     setattr(core, FAILED, [])
+    setattr(core, DISTRUSTED, set())
 
     def execute_model(scheduler_output: Any, non_block: bool = False) -> Any:
         verified = getattr(core, VERIFIED)
@@ -44,6 +46,9 @@ def guard_executor(core: Any) -> None:
             for new in scheduler_output.scheduled_new_reqs
             if new.lora_request is not None and new.lora_request.lora_int_id not in verified
         }
+        if distrusted := getattr(core, DISTRUSTED):
+            fresh |= distrusted.intersection(_adapters_of(core, scheduler_output))
+            distrusted -= fresh
         if fresh:
             _activate(core, scheduler_output, fresh)
         return execute(scheduler_output, non_block=non_block)
@@ -54,17 +59,29 @@ def guard_executor(core: Any) -> None:
 def forget_verified(core: Any, lora_int_id: int) -> None:
     """Require a new read-back: the adapter left the registry."""
     getattr(core, VERIFIED).discard(lora_int_id)
+    getattr(core, DISTRUSTED).discard(lora_int_id)
+
+
+def distrust_slots(core: Any) -> None:
+    """Require a new read-back of every adapter, for requests that run already, too: the slots' memory was given up."""
+    verified = getattr(core, VERIFIED, None)
+    if verified is not None:
+        getattr(core, DISTRUSTED).update(verified)
+        verified.clear()
+
+
+def _adapters_of(core: Any, scheduler_output: Any) -> set[int]:
+    """Return the adapters of a step."""
+    requests = core.scheduler.requests
+    return {
+        requests[request_id].lora_request.lora_int_id
+        for request_id in scheduler_output.num_scheduled_tokens
+        if request_id in requests and requests[request_id].lora_request is not None
+    }
 
 
 def _activate(core: Any, scheduler_output: Any, fresh: set[int]) -> None:
-    requests = core.scheduler.requests
-    in_step = sorted(
-        {
-            requests[request_id].lora_request.lora_int_id
-            for request_id in scheduler_output.num_scheduled_tokens
-            if request_id in requests and requests[request_id].lora_request is not None
-        }
-    )
+    in_step = sorted(_adapters_of(core, scheduler_output))
     replies = core.collective_rpc("epochless_activate", args=(sorted(fresh), in_step))
     for lora_int_id in sorted(fresh):
         reason = _first_failure(replies, lora_int_id)

@@ -8,6 +8,7 @@ earlier epoch is recognised. Wraps ``EngineArgs.create_engine_config``, which ev
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -92,10 +93,11 @@ def begin_deployment(config: Any, options: Options) -> None:
 
     Raises:
         StoreLockedError: another server holds the store.
-        ConfigurationError: the base digest cannot be computed.
+        ConfigurationError: the base digest cannot be computed, or everybody may write to the store.
     """
     store = Path(options.store)
     store.mkdir(mode=0o700, parents=True, exist_ok=True)
+    refuse_open_store(store)
     owner, _, _ = os.environ.get(EPOCH_VARIABLE, "").partition(":")
     owns = owner in ("", str(os.getpid())) or options.store in _locks
     if owns and options.store not in _locks:
@@ -115,6 +117,18 @@ def begin_deployment(config: Any, options: Options) -> None:
         signer = ensure_key(options)
         logger.info("receipts are signed with %s by key %s", key_path(options), signer.keyid)
         os.environ[EPOCH_VARIABLE] = f"{os.getpid()}:{_begin_epoch(store)}"
+
+
+def refuse_open_store(store: Path) -> None:
+    """Require that not everybody may change the store.
+
+    Raises:
+        ConfigurationError: everybody may write there; what the journal says could be anybody's.
+    """
+    if store.stat().st_mode & stat.S_IWOTH:
+        raise ConfigurationError(
+            f"--epochless-store {store}: everybody may write there; run: chmod o-w {store}", flag="store"
+        )
 
 
 def _begin_epoch(store: Path) -> int:

@@ -29,20 +29,25 @@ TYPES = {
     507: "InsufficientStorageError",
 }
 RETRY_AFTER_S = 1
+MAX_TEXT = 1000  # of a message or a fact; a request may name a model of megabytes, and need not hear it all again
 _OWN_FIELDS = frozenset({"message", "type", "param", "code", "error_code"})
 
 
 def describe_error(error: EpochlessError) -> dict[str, Any]:
     """Return the ``error`` object of a refusal."""
-    fields = {key: value for key, value in error.fields.items() if key not in _OWN_FIELDS and key != "field"}
+    fields = {key: _clip(value) for key, value in error.fields.items() if key not in _OWN_FIELDS and key != "field"}
     return {
-        "message": error.message,
+        "message": _clip(error.message),
         "type": error.fields.get("type") or TYPES.get(error.status, "InternalServerError"),
-        "param": error.fields.get("field") or ("model" if "model" in error.fields else None),
+        "param": _clip(error.fields.get("field")) or ("model" if "model" in error.fields else None),
         "code": error.status,
         "error_code": error.code,
         **fields,
     }
+
+
+def _clip(value: Any) -> Any:
+    return value[:MAX_TEXT] + "…" if isinstance(value, str) and len(value) > MAX_TEXT else value
 
 
 def error_response(error: EpochlessError) -> Any:

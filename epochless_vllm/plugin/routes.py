@@ -24,6 +24,7 @@ from epochless_vllm.errors import (
 from epochless_vllm.plugin.authentication import ApiKeys, keys_of
 from epochless_vllm.plugin.error_responses import add_handler
 from epochless_vllm.plugin.options import options_of
+from epochless_vllm.plugin.pace import paced, upload_place
 from epochless_vllm.plugin.receipt_routes import list_receipts, read_key, read_receipt
 from epochless_vllm.plugin.served_models import ServedRevisions, revisions_of
 from epochless_vllm.plugin.uploads import receive_upload
@@ -69,11 +70,12 @@ async def publish_revision(request: Request, rest: str) -> JSONResponse:
     served = _served(request)
     if _media_type(request) == "multipart/form-data":
         directory = Path(served.service.options.store) / "incoming"
-        upload = await receive_upload(request.headers["content-type"], request.stream(), directory)
-        try:
-            published = await served.publisher.publish_files(upload.files, policy, _step_of(upload.fields))
-        finally:
-            upload.close()
+        with upload_place():
+            upload = await receive_upload(request.headers["content-type"], paced(request.stream()), directory)
+            try:
+                published = await served.publisher.publish_files(upload.files, policy, _step_of(upload.fields))
+            finally:
+                upload.close()
     else:
         body = await read_json(request, PublishRequest)
         published = await served.publisher.publish_directory(body.path, policy, body.step)
@@ -89,12 +91,7 @@ async def describe_policy(request: Request, rest: str) -> JSONResponse:
     """Describe a policy, or one of its revisions by digest, digest prefix or step."""
     service = _served(request).service
     if match := _REVISION.fullmatch(rest):
-        described = service.describe(match["policy"])
-        (policy,) = described["policies"]
-        for item in policy["revisions"]:
-            if item["revision_id"].startswith(match["revision"]) or str(item["step"]) == match["revision"]:
-                return JSONResponse({"policy": match["policy"], **item})
-        raise UnknownRevisionError(f"policy {match['policy']}: has no revision {match['revision']}", model=rest)
+        return JSONResponse(service.describe_revision(match["policy"], match["revision"]))
     policy_name = match["policy"] if (match := _REVISIONS.fullmatch(rest)) else rest
     (described,) = service.describe(policy_name)["policies"]
     return JSONResponse(described)
@@ -171,7 +168,7 @@ async def read_json(request: Request, body_type: type[Body]) -> Body:
     """
     if _media_type(request) != "application/json":
         raise InvalidRequestError("content-type: must be application/json", field="content-type")
-    payload = b"".join([chunk async for chunk in _bounded(request.stream())])
+    payload = b"".join([chunk async for chunk in _bounded(paced(request.stream()))])
     return decode_body(body_type, payload)
 
 

@@ -19,15 +19,20 @@ def install_seams(options: Options) -> None:
         SeamError: the engine is unpatched, or lacks a target.
     """
     global _installed
+    from epochless_vllm.plugin import orphans
+
+    orphans.install()  # a forked process has the seams of its parent, and not its threads
     if _installed:
         return
     from epochless_vllm.plugin import (
         admission,
         attestation,
         block_keys,
+        control,
         core,
         draw_keys,
         failed_rows,
+        fairness,
         labels,
         local_requests,
         metrics,
@@ -45,6 +50,8 @@ def install_seams(options: Options) -> None:
         slots,
         block_keys,
         core,
+        control,
+        fairness,
         draw_keys,
         attestation,
         failed_rows,

@@ -12,11 +12,12 @@ from typing import Any, BinaryIO
 
 from epochless_vllm.errors import InvalidRequestError, RevisionRequiredError, UnknownRevisionError
 from epochless_vllm.plugin.background import short_turns
+from epochless_vllm.plugin.descriptions import describe_policies, describe_revision
 from epochless_vllm.plugin.expectations import RegisteredExpectation
 from epochless_vllm.plugin.options import Options, options_of
 from epochless_vllm.plugin.ranks import EngineRanks, Transport
 from epochless_vllm.protocol.names import parse_policy, split_versioned
-from epochless_vllm.protocol.publication import Publication, State, Status
+from epochless_vllm.protocol.publication import Publication, State
 from epochless_vllm.protocol.resolution import find_pinned, parse_constraint, resolve_model
 from epochless_vllm.publication.coordinator import Coordinator, Draining, Published
 from epochless_vllm.publication.journal import Journal, JournalView
@@ -202,38 +203,24 @@ class PublicationService:
         return self.coordinator.pump_retirements()
 
     def describe(self, policy: str | None = None) -> dict[str, Any]:
-        """Return the policies, their heads and their revisions, for status answers. Owning thread only.
+        """Return the policies, their heads and revisions as ``descriptions`` bounds them. Owning thread only.
 
         Raises:
             UnknownRevisionError: no such policy.
         """
-        state = self.view.current()
-        names = sorted({publication.policy for publication in state.publications.values()})
-        if policy is not None and policy not in names:
-            raise UnknownRevisionError(f"policy {policy}: does not exist; GET /v1/policies lists them", policy=policy)
-        described = [self._describe_policy(state, name) for name in names if policy in (None, name)]
-        return {"base_digest": self.base_digest, "epoch": state.epoch, "policies": described}
+        return {
+            "base_digest": self.base_digest,
+            "epoch": self.view.current().epoch,
+            **describe_policies(self.view.current(), policy),
+        }
 
-    def _describe_policy(self, state: State, policy: str) -> dict[str, Any]:
-        head = state.head(policy)
-        revisions = []
-        for publication in sorted(state.publications.values(), key=lambda p: -p.sequence):
-            if publication.policy != policy:
-                continue
-            held = state.is_held(publication)
-            status = (state.status(policy, publication.revision_id) if held else None) or Status.RETIRED
-            item = {
-                "revision_id": publication.revision_id,
-                "step": publication.step,
-                "sequence": publication.sequence,
-                "lora_int_id": publication.lora_int_id,
-                "status": status.value,
-                "head": head is not None and head.sequence == publication.sequence,
-            }
-            if status is Status.QUARANTINED and publication.revision_id in state.quarantine:
-                item["rank"], item["reason"] = state.quarantine[publication.revision_id]
-            revisions.append(item)
-        return {"policy": policy, "head": head.revision_id if head else None, "revisions": revisions}
+    def describe_revision(self, policy: str, revision: str) -> dict[str, Any]:
+        """Return one revision of a policy by digest, digest prefix or step, also one that ``describe`` only counts.
+
+        Raises:
+            UnknownRevisionError: there is none. AmbiguousRevisionError: several begin so.
+        """
+        return describe_revision(self.view.current(), policy, revision)
 
 
 def start_service(vllm_config: Any, transport: Transport, base_names: frozenset[str]) -> PublicationService:

@@ -7,6 +7,8 @@ vanish with their handles, also after a kill. Knows nothing of what the files ho
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import tempfile
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +19,7 @@ from typing import IO, Any
 from epochless_vllm.durable import storage_error
 from epochless_vllm.errors import InvalidRequestError, UploadTooLargeError
 from epochless_vllm.store.documents import MAX_BYTES as MAX_CONFIG_BYTES
-from epochless_vllm.store.revisions import MAX_ADAPTER_BYTES
+from epochless_vllm.store.revisions import MAX_ADAPTER_BYTES, RESERVED_BYTES
 
 HEADER_BYTES = 64 << 20  # of a safetensors file, over its tensors; the store checks the exact bound
 MAX_FILE_BYTES = {
@@ -131,7 +133,7 @@ async def receive_upload(content_type: str, body: AsyncIterator[bytes], director
     Raises:
         InvalidRequestError: not multipart, malformed, cut short, or with unknown or repeated parts.
         UploadTooLargeError: a part is larger than an adapter's may be.
-        StoreError: the disk refuses; StorageFullError when it is full.
+        StoreError: the disk refuses; StorageFullError when it is full but for what the journal may need.
     """
     from python_multipart.exceptions import MultipartParseError
     from python_multipart.multipart import MultipartParser, parse_options_header
@@ -178,4 +180,11 @@ async def receive_upload(content_type: str, body: AsyncIterator[bytes], director
 async def _write(parts: _Parts) -> None:
     writes, parts.ready = parts.ready, []
     for file, data in writes:
-        await asyncio.get_running_loop().run_in_executor(_writer, file.write, data)
+        await asyncio.get_running_loop().run_in_executor(_writer, _write_with_room, file, data)
+
+
+def _write_with_room(file: IO[bytes], data: bytes) -> None:
+    disk = os.fstatvfs(file.fileno())
+    if disk.f_bavail * disk.f_frsize < RESERVED_BYTES + len(data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    file.write(data)

@@ -40,6 +40,7 @@ class _Line:
     """One policy's publications. Lists of sequences only grow at the end; ``ordered`` is read under the lock."""
 
     first: int
+    sequences: list[int] = field(default_factory=list)
     steps: dict[int, list[int]] = field(default_factory=dict)
     revisions: dict[RevisionId, list[int]] = field(default_factory=dict)
     ordered: list[RevisionId] = field(default_factory=list)
@@ -51,6 +52,7 @@ class _Line:
             bisect.insort(self.ordered, revision_id)
         if not self.peaks or publication.step > self.peaks[-1][1]:
             self.peaks.append((sequence, publication.step))
+        self.sequences.append(sequence)
         self.revisions.setdefault(revision_id, []).append(sequence)
         self.steps.setdefault(publication.step, []).append(sequence)
 
@@ -109,6 +111,29 @@ class History(Mapping[int, Publication]):
         line = self._shared.lines.get(policy)
         return line is not None and line.first <= self._length
 
+    def policies(self) -> list[str]:
+        """Return every policy anything was ever committed under, the one published to last first."""
+        latest = {name: next(self.of_policy(name), None) for name in list(self._shared.lines)}
+        known = [(publication.sequence, name) for name, publication in latest.items() if publication is not None]
+        return [name for _, name in sorted(known, reverse=True)]
+
+    def of_policy(self, policy: str) -> Iterator[Publication]:
+        """Yield the policy's publications, latest first."""
+        line = self._shared.lines.get(policy)
+        if line is not None:
+            yield from self._backwards(line.sequences)
+
+    def count_of_policy(self, policy: str) -> int:
+        """Return how many publications were ever committed under the policy."""
+        line = self._shared.lines.get(policy)
+        return bisect.bisect_right(line.sequences, self._length) if line is not None else 0
+
+    def all_of_revision(self, policy: str, revision_id: RevisionId) -> Iterator[Publication]:
+        """Yield the policy's publications of a revision, latest first."""
+        line = self._shared.lines.get(policy)
+        if line is not None:
+            yield from self._backwards(line.revisions.get(revision_id, []))
+
     def at_step(self, policy: str, step: int) -> Publication | None:
         """Return the policy's latest publication of that step, or None."""
         line = self._shared.lines.get(policy)
@@ -139,7 +164,9 @@ class History(Mapping[int, Publication]):
         return None
 
     def _latest(self, sequences: list[int] | None) -> Publication | None:
-        for sequence in reversed(sequences or []):
+        return next(self._backwards(sequences or []), None)
+
+    def _backwards(self, sequences: list[int]) -> Iterator[Publication]:
+        for sequence in reversed(sequences):
             if sequence <= self._length:
-                return self[sequence]
-        return None
+                yield self[sequence]

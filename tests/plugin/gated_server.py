@@ -1,9 +1,10 @@
-"""``vllm`` with a gate before the engine, a brake and a poison in it, for tests of races and of failing steps.
+"""``vllm`` with a gate before the engine, and a brake, a poison and cuts in it, for tests that race, fail and crash.
 
 While the file named by EPOCHLESS_TEST_GATE exists, requests wait after they are bound to a revision and before the
 engine hears of them. While the one named by EPOCHLESS_TEST_BRAKE exists, a step takes BRAKED_STEP_S longer; while the
-one named by EPOCHLESS_TEST_POISON does, no logit is finite. All are set on import: the processes vLLM spawns import
-this module again. Everything else is the command line of vLLM.
+one named by EPOCHLESS_TEST_POISON does, no logit is finite. When the one named by EPOCHLESS_TEST_CUT exists, its text
+becomes EPOCHLESS_CRASH_AT of each process that goes on publishing or retiring. All are set on import: the processes
+vLLM spawns import this module again. Everything else is the command line of vLLM.
 """
 
 from __future__ import annotations
@@ -18,10 +19,15 @@ from typing import Any
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore
 
+from epochless_vllm.durable import CRASH_VARIABLE
+from epochless_vllm.plugin.service import PublicationService
+from epochless_vllm.publication.participant import Participant
+
 BRAKED_STEP_S = 0.05
 _GATE = Path(os.environ["EPOCHLESS_TEST_GATE"])
 _BRAKE = Path(os.environ["EPOCHLESS_TEST_BRAKE"])
 _POISON = Path(os.environ["EPOCHLESS_TEST_POISON"])
+_CUT = Path(os.environ["EPOCHLESS_TEST_CUT"])
 _add_request = AsyncLLM.add_request
 _step = EngineCore.step
 
@@ -50,6 +56,23 @@ def _step_with_poison(core: Any) -> Any:
         del runner._sample
 
 
+def _armed(original: Any) -> Any:
+    """Read the cut before each operation, so that a running server can be told where to stop."""
+
+    def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        if _CUT.exists():
+            os.environ[CRASH_VARIABLE] = _CUT.read_text()
+        return original(self, *arguments, **keywords)
+
+    return call
+
+
+for _target, _names in (
+    (PublicationService, ("publish_directory", "publish_files", "retire", "pump")),
+    (Participant, ("handle",)),
+):
+    for _name in _names:
+        setattr(_target, _name, _armed(getattr(_target, _name)))
 AsyncLLM.add_request = _add_request_behind_the_gate  # type: ignore[method-assign]
 EngineCore.step = _step_under_the_brake  # type: ignore[method-assign]
 

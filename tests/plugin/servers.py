@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 
 START_TIMEOUT_S = 600
+END_S = 120
 ROOT = Path(__file__).parents[2]
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
@@ -25,14 +26,17 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor 
 @dataclass
 class Server:
     """A running server. While ``gate`` exists, requests wait between admission and engine; while ``brake`` does, a
-    step of the engine takes at least gated_server.BRAKED_STEP_S; while ``poison`` does, none has finite logits."""
+    step of the engine takes at least gated_server.BRAKED_STEP_S; while ``poison`` does, none has finite logits. Written
+    into ``cut``, a crash point stops the process that next passes it."""
 
     url: str
     key: str
     gate: Path
     brake: Path
     poison: Path
+    cut: Path
     log: Path
+    process: subprocess.Popen[bytes]
 
     def client(self) -> httpx.Client:
         return httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {self.key}"}, timeout=120)
@@ -94,15 +98,33 @@ class Server:
             assert time.monotonic() < deadline, f"{policy} step {step} is {self.statuses(policy)}"
             time.sleep(0.05)
 
+    def wait_until_gone(self) -> None:
+        """Wait for the server's end and that of every process it started."""
+        self.process.wait(END_S)
+        deadline = time.monotonic() + END_S
+        while left := members(self.process.pid):
+            assert time.monotonic() < deadline, f"still running: {left}"
+            time.sleep(0.05)
+
 
 @contextmanager
 def running(root: Path, *flags: str, key: str = "k2", **environment: str) -> Iterator[Server]:
     """Start a server on ``root``'s model and store; stop it, whatever happened, at the end."""
+    server = launch(root, *flags, key=key, **environment)
+    try:
+        wait_until_healthy(server)
+        yield server
+    finally:
+        stop(server)
+
+
+def launch(root: Path, *flags: str, key: str = "k2", **environment: str) -> Server:
+    """Start a server and return without waiting for it; ``stop`` must follow."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     (root / "chat.jinja").write_text(CHAT_TEMPLATE)
-    log, gate, brake, poison = (root / name for name in ("server.log", "gate", "brake", "poison"))
+    log, gate, brake, poison, cut = (root / name for name in ("server.log", "gate", "brake", "poison", "cut"))
     command = [
         *(sys.executable, str(ROOT / "tests" / "plugin" / "gated_server.py"), "serve", str(root / "model")),
         *("--served-model-name", "base", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
@@ -117,33 +139,33 @@ def running(root: Path, *flags: str, key: str = "k2", **environment: str) -> Ite
         "EPOCHLESS_TEST_GATE": str(gate),
         "EPOCHLESS_TEST_BRAKE": str(brake),
         "EPOCHLESS_TEST_POISON": str(poison),
+        "EPOCHLESS_TEST_CUT": str(cut),
         "PYTHONPATH": str(ROOT),
     }
     with log.open("ab") as target:
         process = subprocess.Popen(
             command, stdout=target, stderr=target, env={**os.environ, **settings, **environment}, start_new_session=True
         )
-    try:
-        server = Server(f"http://127.0.0.1:{port}", key, gate, brake, poison, log)
-        _wait_until_healthy(server, process)
-        yield server
-    finally:
-        gate.unlink(missing_ok=True)
-        brake.unlink(missing_ok=True)
-        poison.unlink(missing_ok=True)
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait(30)
+    return Server(f"http://127.0.0.1:{port}", key, gate, brake, poison, cut, log, process)
 
 
-def _wait_until_healthy(server: Server, process: subprocess.Popen[bytes]) -> None:
+def stop(server: Server) -> None:
+    """End a server as an operator does, and whatever of it is still there afterwards."""
+    for file in (server.gate, server.brake, server.cut):
+        file.unlink(missing_ok=True)
+    if server.process.poll() is None:
+        os.killpg(server.process.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            server.process.wait(30)
+    with suppress(ProcessLookupError):
+        os.killpg(server.process.pid, signal.SIGKILL)
+    server.process.wait(30)
+
+
+def wait_until_healthy(server: Server) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
-        assert process.poll() is None, server.log.read_text()[-4000:]
+        assert server.process.poll() is None, server.log.read_text()[-4000:]
         try:
             if httpx.get(f"{server.url}/health", timeout=5).status_code == 200:
                 return
@@ -151,3 +173,15 @@ def _wait_until_healthy(server: Server, process: subprocess.Popen[bytes]) -> Non
             pass
         time.sleep(0.25)
     raise AssertionError(f"no answer in {START_TIMEOUT_S} s: {server.log.read_text()[-4000:]}")
+
+
+def members(group: int) -> list[int]:
+    """Return the living processes of a process group."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                state, _, process_group = entry.joinpath("stat").read_text().rpartition(")")[2].split()[:3]
+                if int(process_group) == group and state != "Z":
+                    found.append(int(entry.name))
+    return found

@@ -1,0 +1,60 @@
+"""A process that a deployment spawned ends with the one that spawned it; the owner of a deployment does not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+# A parent that starts a child and says its process id; the child says so when it watches, and never ends by itself.
+CHILD = """
+import os, threading
+from epochless_vllm.plugin import orphans
+{mutant}
+orphans.install()
+orphans.install()
+print(sum(t.name == "epochless-orphan-watch" for t in threading.enumerate()), os.getpid(), flush=True)
+threading.Event().wait(50)
+"""
+PARENT = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', sys.argv[1]]).wait()"
+
+
+def start(child: str, owner: str) -> tuple[subprocess.Popen[str], int, int]:
+    """Start a parent and its child; return the parent, the number of the child's watches, and the child's id."""
+    environment = {**os.environ, "EPOCHLESS_DEPLOYMENT": owner}
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, child], stdout=subprocess.PIPE, text=True, env=environment)
+    assert parent.stdout is not None
+    watches, pid = map(int, parent.stdout.readline().split())
+    return parent, watches, pid
+
+
+@pytest.mark.parametrize(
+    "mutant", ["", "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); orphans.GRACE_S = 0.1"]
+)
+def test_a_spawned_process_ends_when_its_parent_is_killed(mutant: str) -> None:
+    parent, watches, _ = start(CHILD.format(mutant=mutant), "1:7")
+    assert watches == 1
+    parent.kill()
+    assert parent.stdout is not None
+    assert "is gone" in parent.stdout.read()  # to the end: the child is the last to hold the pipe
+    parent.wait()
+
+
+def test_a_forked_process_watches_by_itself() -> None:
+    fork = "orphans.install(); os.fork() and os._exit(0)"
+    parent, watches, pid = start(CHILD.format(mutant=fork), "1:7")
+    assert watches == 1
+    os.kill(pid, signal.SIGKILL)
+    parent.wait()
+
+
+@pytest.mark.parametrize("owner", ["", "its own"])
+def test_the_owner_of_a_deployment_outlives_its_parent(owner: str) -> None:
+    mutant = "os.environ['EPOCHLESS_DEPLOYMENT'] = f'{os.getpid()}:1'" if owner else ""
+    parent, watches, pid = start(CHILD.format(mutant=mutant), "")
+    assert watches == 0
+    os.kill(pid, signal.SIGTERM)
+    parent.wait()
