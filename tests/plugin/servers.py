@@ -151,7 +151,7 @@ def launch(root: Path, *flags: str, key: str = "k2", **environment: str) -> Serv
 
 def stop(server: Server) -> None:
     """End a server as an operator does, and whatever of it is still there afterwards."""
-    for file in (server.gate, server.brake, server.cut):
+    for file in (server.gate, server.brake, server.poison, server.cut):
         file.unlink(missing_ok=True)
     if server.process.poll() is None:
         os.killpg(server.process.pid, signal.SIGTERM)
