@@ -48,7 +48,7 @@ SAMPLERS: dict[str, dict[str, Any]] = {
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("server")
     make_model(root / "model")
-    for number in (1, 2):
+    for number in (1, 2, 3):
         make_adapter(root / f"r{number}", seed=number)
     return root
 
@@ -263,7 +263,7 @@ def test_a_request_that_arrived_late_has_the_receipt_of_the_revision_that_served
     server: Server, root: Path, stream: bool
 ) -> None:
     policy = f"late-{stream}"
-    server.publish(root / "r1", policy, step=1)
+    server.publish(root / "r3", policy, step=1)  # held under no other name, so that retiring it removes it
     before = admitted(server)
     server.gate.touch()
     with ThreadPoolExecutor(1) as pool:
