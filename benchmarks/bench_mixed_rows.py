@@ -1,11 +1,11 @@
 """How fast are rows of different revisions in one batch, against vLLM's own CPU operations and the base model?
 
-    python benchmarks/bench_mixed_rows.py [--quick] [--dtype float32] [--output benchmarks/results/mixed_rows.json]
+    python benchmarks/bench_mixed_rows.py [--quick] [--dtype bfloat16] [--output benchmarks/results/mixed_rows.json]
 
 A random 134M-parameter Llama (hidden 768, 12 layers, 12 heads, intermediate 2048, vocabulary 32,000) in a real engine,
 in process. Both wrappers serve the same slots of the same engine and take turns within every round; a sample during
 which other processes used more than 5 % of the machine is taken again; each figure is the median over rounds. Needs
-vLLM on CPU; takes about ten minutes on two quiet cores.
+vLLM on CPU; takes about six minutes on two quiet cores. Prints the tables of benchmarks/mixed_rows.md.
 """
 
 from __future__ import annotations
@@ -215,15 +215,47 @@ def measure(part: str, dtype: str, rounds: int) -> dict[str, Any]:
         return {"ranks": results}
 
 
+def render(results: dict[str, Any]) -> str:
+    """Return the results as Markdown tables; a bar is the speed as a share of the base model's, 20 characters long."""
+    faceoff = results["head_to_head"]
+    lines = [
+        f"{results['dtype']}, {results['cpus']} CPUs, {STREAMS} streams:",
+        "",
+        "| revisions | decode tok/s | stock | base | x stock | x base | prefill s | stock | x stock |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    speed, stall, ratios = faceoff["decode_tokens_per_second"], faceoff["prefill_seconds"], faceoff["ratios"]
+    for r in (1, 4):
+        lines.append(
+            f"| {r} | {speed[f'grouped-{r}']:.0f} | {speed[f'stock-{r}']:.0f} | {speed['base']:.0f} "
+            f"| **{ratios[f'decode_{r}_vs_stock']:.2f}** | **{ratios[f'decode_{r}_vs_base']:.2f}** "
+            f"| {stall[f'grouped-{r}']:.2f} | {stall[f'stock-{r}']:.1f} | **{ratios[f'prefill_{r}_vs_stock']:.1f}** |"
+        )
+    headings = {
+        "revisions": f"live revisions (rank 16, {STREAMS} streams)",
+        "ranks": f"rank (1 revision; mixed: {len(RANKS)}; {STREAMS} streams)",
+        "streams": "streams (rank 16, 4 revisions or as many as streams)",
+    }
+    for key, heading in headings.items():
+        lines += ["", f"| {heading} | tok/s | base tok/s | x base | |", "|---|---|---|---|---|"]
+        for name, case in results[key].items():
+            bar = "#" * round(20 * case["vs_base"])
+            lines.append(
+                f"| {name} | {case['tokens_per_second']:.0f} | {case['base_tokens_per_second']:.0f} "
+                f"| {case['vs_base']:.2f} | `{bar:<20}` |"
+            )
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two rounds instead of six")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--quick", action="store_true", help="two rounds instead of five")
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"], help="default: as vLLM's auto")
+    parser.add_argument("--output", type=Path, help="JSON file; results of other dtypes in it are kept")
     parser.add_argument("--part", choices=["rows", "ranks"], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.part:
-        result = measure(arguments.part, arguments.dtype, 2 if arguments.quick else 6)
+        result = measure(arguments.part, arguments.dtype, 2 if arguments.quick else 5)
         result[f"largest_disturbance_{arguments.part}"] = max(DISTURBANCE)
         arguments.output.write_text(json.dumps(result))
         return
@@ -231,19 +263,19 @@ def main() -> None:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_PLUGINS": "",
-        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_LOGGING_LEVEL": "ERROR",
     }
-    merged: dict[str, Any] = {"model": SIZES, "dtype": arguments.dtype, "cpus": os.cpu_count()}
+    merged: dict[str, Any] = {"dtype": arguments.dtype, "cpus": os.cpu_count(), "model": SIZES}
     with tempfile.TemporaryDirectory() as directory:
         for part in ("rows", "ranks"):
             output = Path(directory) / part
             command = [sys.executable, __file__, "--part", part, "--dtype", arguments.dtype, "--output", str(output)]
             subprocess.run(command + ["--quick"] * arguments.quick, check=True, env=environment)
             merged |= json.loads(output.read_text())
-    text = json.dumps(merged, indent=1)
-    print(text)
+    print(render(merged))
     if arguments.output:
-        arguments.output.write_text(text + "\n")
+        kept = json.loads(arguments.output.read_text()) if arguments.output.exists() else {}
+        arguments.output.write_text(json.dumps(kept | {arguments.dtype: merged}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,9 +5,11 @@
 Stock is ``TopKTopPSampler.forward_cpu`` of the pinned vLLM, compiled and warm, on torch's threads as they are. It gets
 logits already divided by their temperature; exact gets raw logits and scales them itself. Stock and exact take turns,
 sample by sample, because other work on the machine comes and goes; each figure is a median, with the minimum beside
-it, and a ratio compares two medians or two minima of the same cell. With ``--threads 1`` the figures are seconds of
-CPU instead of seconds that passed: a machine shared with others cannot disturb them much, and no thread spins at a
-barrier to inflate them. Needs vLLM on CPU; takes about six minutes.
+it, and a ratio compares two medians or two minima of the same cell. Needs vLLM on CPU; takes about six minutes.
+
+On a machine that others keep busy, compare the CPU time of one thread instead, which they disturb little:
+
+    OMP_NUM_THREADS=1 TORCHINDUCTOR_CACHE_DIR=$(mktemp -d) python benchmarks/bench_sampler.py --cpu-time
 """
 
 from __future__ import annotations
@@ -50,15 +52,15 @@ CASES: dict[str, tuple[dict[str, float], bool, float]] = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tenth of the time a cell")
-    parser.add_argument("--threads", type=int, help="of torch; as many as it takes without")
+    parser.add_argument("--cpu-time", action="store_true", help="compare CPU time, of one thread")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    clock = time.process_time if options.threads == 1 else time.perf_counter
+    if options.cpu_time and os.environ.get("OMP_NUM_THREADS") != "1":
+        parser.error("--cpu-time needs OMP_NUM_THREADS=1: a thread that spins at a barrier uses CPU time too")
+    clock = time.process_time if options.cpu_time else time.perf_counter
     warm_up()
     started, cells = time.time(), []
-    budget_s = 0.4 if options.quick else 4.0
+    budget_s = 0.4 if options.quick else 3.0
     for vocabulary in VOCABULARIES:
         for rows in BATCHES:
             for case in CASES:
@@ -85,9 +87,9 @@ def measure_cell(vocabulary: int, rows: int, case: str, budget_s: float, clock: 
     stock, exact = stock_call(logits, filters, seeded, clock), exact_call(logits, filters, clock)
     for call in (stock, exact, stock, exact):
         call()
-    busy_before, begun = busy_seconds(), time.perf_counter()
+    busy_before, begun, spent_before = busy_seconds(), time.perf_counter(), clock()
     own_before = time.process_time()
-    while time.perf_counter() - begun < budget_s or len(stock_seconds) < 5:
+    while clock() - spent_before < budget_s or len(stock_seconds) < 5:
         stock_seconds.append(stock())
         exact_seconds.append(exact())
     elapsed = time.perf_counter() - begun

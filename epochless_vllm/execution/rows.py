@@ -11,9 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-TILE_ROWS = (
-    8  # rows that share one read of a slot's weights; more starves many-core machines of tasks in decode
-)
+TILE_ROWS = 8  # rows that share one read of a slot's weights; more starves many-core machines of tasks in decode
 
 NO_SLOT = -1
 
@@ -24,11 +22,13 @@ class RowPlan:
 
     Attributes:
         num_rows: rows the step has, with or without adapter; rows beyond are padding.
+        num_slots: slots that have rows.
         rows: int64 [M], row numbers that carry an adapter, those of a slot side by side, in batch order within.
         tiles: int64 [T, 3], (first, end, slot): ``rows[first:end]`` all belong to ``slot``, at most TILE_ROWS of them.
     """
 
     num_rows: int
+    num_slots: int
     rows: npt.NDArray[np.int64]
     tiles: npt.NDArray[np.int64]
 
@@ -48,7 +48,12 @@ def plan_rows(slots_N: npt.NDArray[np.int64]) -> RowPlan:
     firsts_T = np.flatnonzero((positions_M - group_starts_M) % TILE_ROWS == 0)
     ends_T = np.append(firsts_T[1:], len(rows_M))
     tiles_T3 = np.stack([firsts_T, ends_T[: len(firsts_T)], slots_M[firsts_T]], axis=1).astype(np.int64)
-    return RowPlan(num_rows=len(slots_N), rows=rows_M.astype(np.int64), tiles=np.ascontiguousarray(tiles_T3))
+    return RowPlan(
+        num_rows=len(slots_N),
+        num_slots=int(opens_group_M.sum()),
+        rows=rows_M.astype(np.int64),
+        tiles=np.ascontiguousarray(tiles_T3),
+    )
 
 
 def slots_of_ids(ids_N: npt.NDArray[np.int64], resident_ids: list[int | None]) -> npt.NDArray[np.int64]:

@@ -14,8 +14,9 @@ from weakref import WeakValueDictionary
 import torch
 
 from epochless_vllm.errors import ConfigurationError, RefusedAdapterError
+from epochless_vllm.execution.kernel import compile_kernel
 from epochless_vllm.execution.rows import RowPlan
-from epochless_vllm.execution.slots import Factors, SlotWeights
+from epochless_vllm.execution.slots import Factors, SlotWeights, stored_dtype
 
 
 class StepRows(Protocol):
@@ -36,7 +37,14 @@ class AdoptedLayer:
         self._a_stacked, self._b_stacked = _as_tuple(layer.lora_a_stacked), _as_tuple(layer.lora_b_stacked)
         slots, _, max_rank, inputs = self._a_stacked[0].shape
         outputs = [b_stacked.shape[2] for b_stacked in self._b_stacked]
-        self.weights = SlotWeights(num_slots=slots, max_rank=max_rank, input_size=inputs, output_sizes=outputs)
+        self.weights = SlotWeights(
+            num_slots=slots,
+            max_rank=max_rank,
+            input_size=inputs,
+            output_sizes=outputs,
+            dtype=self._a_stacked[0].dtype,
+        )
+        compile_kernel(stored_dtype(self.weights.dtype), torch.get_num_threads())
         stock_set, stock_reset = layer.set_lora, layer.reset_lora
 
         def set_lora(index: int, lora_a: Any, lora_b: Any) -> None:
@@ -51,6 +59,18 @@ class AdoptedLayer:
 
         layer.set_lora, layer.reset_lora = set_lora, reset_lora
         _ADOPTED[self._a_stacked[0].data_ptr()] = self
+
+    def check(self, index: int, lora_a: Any) -> None:
+        """Compare the packed copy of a slot with vLLM's own.
+
+        Args:
+            lora_a: what the slot was written from, for its ranks; None for a slot without an adapter.
+
+        Raises:
+            ValueError: they differ.
+        """
+        empty: list[Factors | None] = [None] * len(self._a_stacked)
+        self.weights.check(index, empty if lora_a is None else self._factors(index, lora_a))
 
     def _factors(self, index: int, lora_a: Any) -> list[Factors | None]:
         factors: list[Factors | None] = []

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from epochless_vllm.plugin.module_plan import ModulePlan, SlicePlan
 from epochless_vllm.protocol.canonical import encode_canonical
 from epochless_vllm.protocol.digests import Digest, digest
-from epochless_vllm.protocol.manifest import TensorEntry
+from epochless_vllm.protocol.manifest import Manifest, TensorEntry
 
 REGISTERED = "epochless/registered/v1"
 SLOTS = "epochless/slots/v1"
@@ -84,11 +84,56 @@ def expect_registered(stored: Any, dtype: str) -> Digest:
     return registered_digest(entries, dtype)
 
 
+class RegisteredExpectation:
+    """The same digest, computed from an adapter's bytes while a store copies them in: a Watcher of the store's."""
+
+    def __init__(self, dtype: str) -> None:
+        """Expect a registry in a LoRA dtype: ``F32``, ``BF16`` or ``F16``."""
+        self._dtype = dtype
+        self._config: Any = None
+        self._hashers: dict[str, Any] = {}
+
+    def __call__(self, config: Any) -> RegisteredExpectation:
+        """Start over with an adapter of this configuration."""
+        self._config = config
+        self._hashers.clear()
+        return self
+
+    def update(self, record: Any, piece: memoryview) -> None:
+        """Take the next bytes of a tensor."""
+        scaling = _scaling(self._config, record.name)
+        if record.dtype == self._dtype and scaling == 1.0:
+            return  # the manifest will have this hash
+        raw = np.frombuffer(piece, dtype=_RAW[record.dtype])
+        hasher = self._hashers.setdefault(record.name, hashlib.sha256())
+        hasher.update(convert_bits(raw, record.dtype, self._dtype, scaling))
+
+    def digest_of(self, manifest: Manifest) -> Digest:
+        """Return the registered digest of the adapter that was watched, under the manifest it got."""
+        entries = [
+            (
+                entry.name,
+                entry.shape,
+                self._hashers[entry.name].hexdigest() if entry.name in self._hashers else _bare(entry.sha256),
+            )
+            for entry in manifest.tensors
+        ]
+        return registered_digest(entries, self._dtype)
+
+
 def scaling_of(stored: Any, tensor: str) -> float:
     """Return the factor a tensor carries in the registry: B has its module's scaling, A has one."""
+    return _scaling(stored.config, tensor)
+
+
+def _scaling(config: Any, tensor: str) -> float:
     if not tensor.endswith(".lora_B.weight"):
         return 1.0
-    return float(stored.config.scaling_for(tensor.removesuffix(".lora_B.weight")))
+    return float(config.scaling_for(tensor.removesuffix(".lora_B.weight")))
+
+
+def _bare(sha256: Digest) -> str:
+    return sha256.removeprefix("sha256:")
 
 
 def sha256_of(bits: Bits) -> str:
@@ -111,7 +156,7 @@ def expect_tensor(stored: Any, entry: TensorEntry, dtype: str) -> tuple[Bits, st
     scaling = scaling_of(stored, entry.name)
     raw = raw_tensor(stored.tensors[entry.name], entry.dtype, entry.shape)
     if entry.dtype == dtype and scaling == 1.0:
-        return raw, entry.sha256.removeprefix("sha256:")
+        return raw, _bare(entry.sha256)
     bits = convert_bits(raw, entry.dtype, dtype, scaling)
     return bits, sha256_of(bits)
 

@@ -157,17 +157,17 @@ class LoRAInstaller:
         return lora, self._read_registered(stored, modules, lora)
 
     def _convert(self, stored: Any, entry: Any) -> torch.Tensor:
-        """Return a tensor as the registry holds it. Works in one thread: the step loop's threads are not borrowed."""
+        """Return a tensor as the registry holds it: what the store read, where neither dtype nor scale changes.
+
+        Works in one thread: the step loop's threads are not borrowed.
+        """
         scaling = scaling_of(stored, entry.name)
         data = stored.tensors[entry.name]
-        if entry.dtype == self._dtype == "F32":
-            array = np.frombuffer(data, dtype=np.float32).reshape(entry.shape).copy()
-            if scaling != 1.0:
-                array *= np.float32(scaling)
-            tensor = torch.from_numpy(array)
-        else:
-            source = torch.frombuffer(data, dtype=_TORCH[entry.dtype]).reshape(entry.shape)
-            tensor = source.to(_TORCH[self._dtype], copy=True)
+        tensor = torch.frombuffer(data, dtype=_TORCH[entry.dtype]).reshape(entry.shape)
+        if entry.dtype == self._dtype == "F32" and scaling != 1.0:
+            tensor = torch.from_numpy(tensor.numpy() * np.float32(scaling))
+        elif entry.dtype != self._dtype or scaling != 1.0:
+            tensor = tensor.to(_TORCH[self._dtype], copy=True)
             if scaling != 1.0:
                 tensor *= scaling
         if not self._is_finite(tensor):
@@ -198,8 +198,14 @@ class LoRAInstaller:
             layer = lora.loras[name]
             held = layer.lora_a if entry.name.endswith(A_SUFFIX) else layer.lora_b
             tensor = held[index] if isinstance(held, list) else held
-            entries.append((entry.name, tuple(tensor.shape), sha256_of(self._bits_of(tensor))))
+            entries.append((entry.name, tuple(tensor.shape), self._registered_hash(stored, entry, tensor)))
         return registered_digest(entries, self._dtype)
+
+    def _registered_hash(self, stored: Any, entry: Any, tensor: torch.Tensor) -> str:
+        source = torch.frombuffer(stored.tensors[entry.name], dtype=_TORCH[entry.dtype])
+        if tensor.data_ptr() == source.data_ptr() and tensor.dtype == source.dtype and tensor.is_contiguous():
+            return str(entry.sha256).removeprefix("sha256:")  # the store hashed this very memory
+        return sha256_of(self._bits_of(tensor))
 
     def _bits_of(self, tensor: torch.Tensor) -> np.ndarray[Any, Any]:
         host = tensor.detach().contiguous().cpu()
@@ -275,6 +281,8 @@ class LoRAInstaller:
                 continue  # a pooling model has no LM head: nothing is computed with these slots
             wanted = held.expected_slots.result().get(plan.name)
             layer = held.lora.loras.get(plan.name)
+            if (packed := getattr(module, "epochless", None)) is not None:
+                self._check_packed(packed, plan.name, slot, layer)
             shards: list[tuple[str, str] | None] = []
             for index in range(len(plan.slices)):
                 a, b = stacked_a[index][slot, 0], stacked_b[index][slot, 0]
@@ -291,6 +299,13 @@ class LoRAInstaller:
             if wanted is not None:
                 actual[plan.name] = shards
         return actual
+
+    def _check_packed(self, packed: Any, name: str, slot: int, layer: Any) -> None:
+        """Compare the copy of a slot that the grouped kernel reads with the slot itself."""
+        try:
+            packed.check(slot, None if layer is None else layer.lora_a)
+        except ValueError as error:
+            raise RefusedAdapterError(f"{name}: the packed copy differs: {error}", reason="packed_slot") from error
 
     def _hash(self, tensor: torch.Tensor) -> str:
         return hashlib.sha256(self._bits_of(tensor)).hexdigest()

@@ -24,7 +24,6 @@ import torch
 from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
 
 from epochless_vllm.errors import ConfigurationError, EpochlessError, SeamError
-from epochless_vllm.execution.kernel import compile_kernel, use_threads
 from epochless_vllm.execution.linear import add_adapters
 from epochless_vllm.execution.rows import RowPlan, plan_rows, slots_of_ids
 from epochless_vllm.plugin.adopted_layers import adopt, adopted_layer
@@ -72,7 +71,6 @@ class PunicaWrapperRows(PunicaWrapperBase):  # type: ignore[misc]
         self._token_plan = self._sampler_plan = plan_rows(self._token_slots)
         self._is_stale = False
         self._prompt_hidden: torch.Tensor | None = None
-        compile_kernel()
         _hook_prompt_logprobs()
 
     def update_metadata(
@@ -142,7 +140,7 @@ class PunicaWrapperRows(PunicaWrapperBase):  # type: ignore[misc]
     ) -> None:
         """Add every sampled (or prompt) row's delta to the logits ``y`` in place."""
         weights = adopted_layer(lora_a_stacked).weights
-        if weights.is_live:
+        if weights.row_products:
             add_adapters(y, x, weights, self.logits_plan(x))
 
     def add_lora_embedding(self, y: torch.Tensor, *args: Any, **kwargs: Any) -> None:
@@ -161,7 +159,6 @@ class PunicaWrapperRows(PunicaWrapperBase):  # type: ignore[misc]
         self._token_plan = plan_rows(self._token_slots)
         self._sampler_plan = plan_rows(self._slots_of(self._mapping.prompt_mapping))
         self._is_stale = False
-        use_threads(torch.get_num_threads())
 
     def _slots_of(self, ids: tuple[int, ...]) -> np.ndarray:
         try:
@@ -176,7 +173,7 @@ class PunicaWrapperRows(PunicaWrapperBase):  # type: ignore[misc]
 
 def _add_to_tokens(y: torch.Tensor, x: torch.Tensor, a_stacked: torch.Tensor) -> None:
     layer = adopted_layer(a_stacked)
-    if layer.weights.is_live:
+    if layer.weights.row_products:
         add_adapters(y, x, layer.weights, layer.step_rows.token_plan())
 
 

@@ -76,14 +76,18 @@ class AsyncTransport:
 
 
 class EngineRanks:
-    """The Ranks port over a transport."""
+    """The Ranks port over a transport.
+
+    Attributes:
+        dtype: of the ranks' registries: ``F32``, ``BF16`` or ``F16``.
+    """
 
     def __init__(self, transport: Transport, vllm_config: Any, store: RevisionStore) -> None:
         parallel = vllm_config.parallel_config
         self._transport = transport
         self._store = store
         self._size = parallel.world_size
-        self._dtype = DTYPE_OF_TORCH[str(vllm_config.lora_config.lora_dtype)]
+        self.dtype = DTYPE_OF_TORCH[str(vllm_config.lora_config.lora_dtype)]
         local = isinstance(transport, CoreTransport)
         self._engines = [parallel.data_parallel_index] if local else list(range(parallel.data_parallel_size))
         # One thread, so that the expectation is computed while the ranks load.
@@ -101,7 +105,7 @@ class EngineRanks:
         if message["kind"] == "prepare_begin":
             self._expect(message["revision_id"])
         elif message["kind"] in ("commit", "abort"):
-            self._expected.pop(message["revision_id"], None)
+            self.forget_expected(message["revision_id"])
         replies: dict[str, dict[str, Any]] = {}
         for engine, result in self._transport.call("epochless_call", message).items():
             for rank in range(self._size):
@@ -119,16 +123,26 @@ class EngineRanks:
         missing = len(self._engines) - len(answers)
         return missing + sum(1 if isinstance(a, BaseException) else int(a) for a in answers.values())
 
+    def note_expected(self, revision_id: str, registered: str) -> None:
+        """Take the registered digest of a revision about to be published from whoever has just computed it here."""
+        known: concurrent.futures.Future[str] = concurrent.futures.Future()
+        known.set_result(registered)
+        self._expected[revision_id] = known
+
+    def forget_expected(self, revision_id: str) -> None:
+        """Compute the digest again if it is asked for again."""
+        self._expected.pop(revision_id, None)
+
     def _expect(self, revision_id: str) -> None:
         if revision_id not in self._expected:
             self._expected[revision_id] = self._expecting.submit(self._compute_expected, revision_id)
 
     def _compute_expected(self, revision_id: str) -> str:
         with short_turns():
-            return expect_registered(self._store.read(RevisionId(revision_id)), self._dtype)
+            return expect_registered(self._store.read(RevisionId(revision_id)), self.dtype)
 
     def expected_registered(self, revision_id: str) -> str | None:
-        """Return the registered digest every rank must report, computed here from the store's bytes.
+        """Return the registered digest every rank must report, computed here from the adapter's bytes.
 
         Raises:
             DigestMismatchError: the store's bytes changed.

@@ -6,12 +6,13 @@ synchronous and belongs in a thread of its own. Knows no HTTP.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from epochless_vllm.errors import InvalidRequestError, RevisionRequiredError, UnknownRevisionError
 from epochless_vllm.plugin.background import short_turns
+from epochless_vllm.plugin.expectations import RegisteredExpectation
 from epochless_vllm.plugin.options import Options, options_of
 from epochless_vllm.plugin.ranks import EngineRanks, Transport
 from epochless_vllm.protocol.names import parse_policy, split_versioned
@@ -19,7 +20,8 @@ from epochless_vllm.protocol.publication import Publication, State, Status
 from epochless_vllm.protocol.resolution import find_pinned, parse_constraint, resolve_model
 from epochless_vllm.publication.coordinator import Coordinator, Draining, Published
 from epochless_vllm.publication.journal import Journal, JournalView
-from epochless_vllm.store.revisions import RevisionStore
+from epochless_vllm.store.base_modules import read_base_modules
+from epochless_vllm.store.revisions import Ingested, RevisionStore, Watch
 
 _current: PublicationService | None = None
 
@@ -46,13 +48,14 @@ class PublicationService:
         self.base_digest: str = options.base_digest
         self.base_names = base_names
         store = Path(options.store)
-        self.store = RevisionStore(store)
+        self.store = RevisionStore(store, base_modules=read_base_modules(vllm_config.model_config.model))
         self.journal = Journal(store / "journal.sqlite")
         self.view = JournalView(store / "journal.sqlite", after=self.journal)
+        self._ranks = EngineRanks(transport, vllm_config, self.store)
         self.coordinator = Coordinator(
             self.store,
             self.journal,
-            EngineRanks(transport, vllm_config, self.store),
+            self._ranks,
             keep=options.keep,
             capacity=vllm_config.lora_config.max_cpu_loras,
         )
@@ -146,9 +149,9 @@ class PublicationService:
         """
         policy, step = self._policy_and_step(lora_name, step)
         root = Path(self.options.import_root) if self.options.import_root else None
-        with short_turns():
-            ingested = self.store.ingest_directory(Path(path), import_root=root)
-        return self.coordinator.publish(ingested.revision_id, policy, step)
+        return self._publish(
+            lambda watch: self.store.ingest_directory(Path(path), import_root=root, watch=watch), policy, step
+        )
 
     def publish_files(self, files: Mapping[str, BinaryIO], policy: str, step: int | None = None) -> Published:
         """Publish uploaded files (``adapter_config.json``, ``adapter_model.safetensors``) under a policy. Blocking.
@@ -157,9 +160,17 @@ class PublicationService:
             EpochlessError: as ``publish_directory``.
         """
         policy, step = self._policy_and_step(policy, step)
+        return self._publish(lambda watch: self.store.ingest_files(files, watch=watch), policy, step)
+
+    def _publish(self, ingest: Callable[[Watch], Ingested], policy: str, step: int | None) -> Published:
+        expectation = RegisteredExpectation(self._ranks.dtype)
         with short_turns():
-            ingested = self.store.ingest_files(files)
-        return self.coordinator.publish(ingested.revision_id, policy, step)
+            ingested = ingest(expectation)
+            self._ranks.note_expected(ingested.revision_id, expectation.digest_of(ingested.manifest))
+        try:
+            return self.coordinator.publish(ingested.revision_id, policy, step)
+        finally:
+            self._ranks.forget_expected(ingested.revision_id)
 
     def _policy_and_step(self, name: str, step: int | None) -> tuple[str, int | None]:
         parse_policy(name, field="lora_name")

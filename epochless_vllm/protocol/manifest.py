@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NewType
 
 from epochless_vllm.errors import EncodingError
@@ -52,6 +53,10 @@ class Manifest:
 
     def encode(self) -> bytes:
         """Return the canonical bytes; tensors are in order of their names' UTF-8 bytes."""
+        return self._payload
+
+    @cached_property
+    def _payload(self) -> bytes:
         return encode_canonical(
             {
                 "config": dict(self.config),
@@ -60,7 +65,7 @@ class Manifest:
             }
         )
 
-    @property
+    @cached_property
     def revision_id(self) -> RevisionId:
         return RevisionId(digest(RECIPE, self.encode()))
 

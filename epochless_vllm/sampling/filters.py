@@ -67,7 +67,7 @@ def keep_above(ids, keys, masses, count, cut, ties):
 
 
 @jit
-def _heaviest_distance(least_weight, parameters, tables):
+def _furthest_distance(least_weight, parameters, tables):
     """Return the greatest distance at which a weight is at least ``least_weight``, for one in 1 .. 2**40."""
     near, far = np.int64(0), parameters[DISTANCE_CAP]
     while far - near > 1:
@@ -97,8 +97,8 @@ def top_k_floor(logits_V, top_k):
 @jit
 def gather_candidates(logits_V, peaks_N, peak, parameters, tables, floor, least_weight):
     """Return ids, keys and weights, in id order, of the tokens whose key and weight reach the two bounds."""
-    # No float32 lies strictly between this bound and the least logit of the least weight.
-    bound = np.float32(peak - _heaviest_distance(least_weight, parameters, tables) - 1) / SCALE
+    # At or below the least logit of enough weight, though not always that logit: weights are compared below too.
+    bound = np.float32(peak - _furthest_distance(least_weight, parameters, tables) - 1) / SCALE
     floor = max(floor, order_key(bound)) if bound > -LIMIT else floor
     count = 0
     for block in range(peaks_N.shape[0]):

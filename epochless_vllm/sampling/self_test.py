@@ -6,6 +6,8 @@ draws a batch of awkward rows twice, by the path that will serve and by plain to
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -44,7 +46,7 @@ def warm_up(device: torch.device | str = "cpu") -> None:
 
 
 def _samplers() -> list[SamplerConfig]:
-    filters: list[dict[str, float]] = [{}, {"top_p": 0.9}, {"min_p": 0.05}, {"top_p": 0.95, "min_p": 0.01}]
+    filters: list[dict[str, Any]] = [{}, {"top_p": 0.9}, {"min_p": 0.05}, {"top_p": 0.95, "min_p": 0.01}]
     samplers = [
         sampler_from_parameters(temperature=temperature, top_k=top_k, **values)
         for temperature in (0.6, 1.0)

@@ -3,7 +3,7 @@
 A job is a vector of addresses and sizes, ``JOB`` fields long. A team of threads takes tickets from it until none is
 left. A batch smaller than the team runs three times, over chunks of its rows for peaks and for sums and then over
 rows; a larger one runs once, each row in all its phases while it is in cache. Importing this module compiles the
-kernels, some ten seconds, or loads them from numba's cache: see sample.py, which imports it when needed.
+kernels, some ten seconds, or loads them from numba's cache: see cpu_path.py, which fills jobs in.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from epochless_vllm.sampling.team import Task, task_from_address
 
 CHUNK_BLOCKS = 8  # blocks to a ticket: 32 KiB of logits
 
-# Fields of a job.
+# Fields of a job, in the order cpu_path.py fills them in.
 (
     TICKET, PHASE, LOGITS, STRIDE, ROWS, VOCABULARY, BLOCKS, ROW_PARAMETERS, KEYS, POSITIONS, PURPOSE, TABLES,
     TOKENS, RECORDS, PEAKS, SUMS,

@@ -28,7 +28,7 @@ class Task(NamedTuple):
     """A compiled ``void (*)(void *)``: its address, the same as a Python callable, and what owns the code."""
 
     address: int
-    call: Callable[[int], Any]
+    call: Callable[[ctypes.Array[Any]], Any]
     owner: object
 
 
@@ -42,17 +42,17 @@ def team_size() -> int:
     return torch.get_num_threads() if _parallel_entry() else 1
 
 
-def run_task(task: Task, address: int, *, parallel: bool) -> None:
-    """Run a task on every thread of the team, or on this one alone, and return when all are done."""
+def run_task(task: Task, job: ctypes.Array[Any], *, parallel: bool) -> None:
+    """Run ``task(job)`` on every thread of the team, or on this one alone, and return when all are done."""
     entry = _parallel_entry() if parallel else None
     if entry is None:
-        task.call(address)
+        task.call(job)
     else:
-        entry(task.address, address, 0, 0)  # 0 threads: as many as torch uses
+        entry(task.address, job, 0, 0)  # 0 threads: as many as torch uses
 
 
 @lru_cache(maxsize=1)
-def _parallel_entry() -> Callable[[int, int, int, int], None] | None:
+def _parallel_entry() -> Callable[[int, ctypes.Array[Any], int, int], None] | None:
     if not torch.backends.openmp.is_available():
         return None
     libraries = Path(os.path.dirname(torch.__file__), "lib")

@@ -11,8 +11,9 @@ import hashlib
 import io
 import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from epochless_vllm.errors import DigestMismatchError, InspectError, StoreError
 from epochless_vllm.protocol.digests import Digest, digest_from_bytes
@@ -23,12 +24,23 @@ from epochless_vllm.store.safetensors import ITEM_BYTES, TensorRecord, encode_he
 
 CHUNK_BYTES = 1 << 20  # copying is fastest while a chunk stays in the second-level cache
 HUGE_PAGE_BYTES = 2 << 20
+ALIGNMENT = 64  # bytes, of each tensor in memory: a cache line
+B_SUFFIX = ".lora_B.weight"
 
 ReadInto = Callable[[memoryview], int]
 """Fills the front of a buffer with the next bytes of a source and returns their count; 0 at its end."""
 
 
-def copy_tensors(read_into: ReadInto, records: Sequence[TensorRecord], target: io.FileIO) -> list[TensorEntry]:
+class Watcher(Protocol):
+    """Sees each byte of an adapter on its way into the store, so that nobody reads it again for that."""
+
+    def update(self, record: TensorRecord, piece: memoryview) -> None:
+        """Take the next bytes of a tensor, whole elements; ``piece`` is valid during the call only."""
+
+
+def copy_tensors(
+    read_into: ReadInto, records: Sequence[TensorRecord], target: io.FileIO, *, watcher: Watcher | None = None
+) -> list[TensorEntry]:
     """Write the canonical file of a source's tensors, and return what was written.
 
     Each byte is read once; the digest is of the bytes that were written, whatever the source holds by then.
@@ -49,7 +61,7 @@ def copy_tensors(read_into: ReadInto, records: Sequence[TensorRecord], target: i
     _write(target, memoryview(header), 0)
     entries = []
     for record in records:
-        sha256 = _copy_one(read_into, record, buffer, target, begins[record.name])
+        sha256 = _copy_one(read_into, record, buffer, target, begins[record.name], watcher)
         entries.append(TensorEntry(record.name, record.dtype, record.shape, record.byte_length, sha256))
     if read_into(buffer[:1]):
         raise InspectError("safetensors: bytes after the last tensor; write the file again", reason="trailing_bytes")
@@ -66,8 +78,10 @@ def create_file(path: Path) -> io.FileIO:
         return io.FileIO(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o400), "wb")
 
 
-def read_tensors(path: Path, manifest: Manifest) -> tuple[mmap.mmap, dict[str, memoryview]]:
-    """Return the data of a stored file in private memory, and each tensor's raw bytes in it, after hashing them.
+def read_tensors(path: Path, manifest: Manifest) -> dict[str, memoryview]:
+    """Return each tensor's raw bytes in private memory, writable, after hashing them there.
+
+    B factors lie in memory of their own: who keeps an A does not keep the B beside it.
 
     Raises:
         DigestMismatchError: the file is not the one the manifest determines.
@@ -84,20 +98,29 @@ def read_tensors(path: Path, manifest: Manifest) -> tuple[mmap.mmap, dict[str, m
                 raise _mismatch(path, f"{size} bytes", f"{actual_size} bytes")
             if file.read(len(header)) != header:
                 raise _mismatch(path, "the header of its manifest", "another header")
-            memory = _allocate(layout[-1].end)
-            whole = memoryview(memory)
-            tensors = {record.name: whole[record.begin : record.end] for record in layout}
-            for name, view in tensors.items():
+            tensors = dict(_allocate_tensors(layout))
+            for name, view in ((record.name, tensors[record.name]) for record in layout):
                 actual = _read_hashed(file.readinto, view)
                 if actual != expected[name]:
                     raise _mismatch(path, expected[name], actual, tensor=name)
     except OSError as error:
         raise StoreError(f"{path}: cannot read: {error.strerror}; add the adapter again", path=str(path)) from error
-    return memory, tensors
+    return tensors
 
 
 def _open_strictly(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
+def _allocate_tensors(layout: Sequence[TensorRecord]) -> Iterator[tuple[str, memoryview]]:
+    for is_b in (False, True):
+        ends = [0]
+        records = [record for record in layout if record.name.endswith(B_SUFFIX) == is_b]
+        for record in records:
+            ends.append(ends[-1] + -(-record.byte_length // ALIGNMENT) * ALIGNMENT)
+        whole = memoryview(_allocate(max(ends[-1], 1)))
+        for begin, record in zip(ends, records, strict=False):  # the last end begins nothing
+            yield record.name, whole[begin : begin + record.byte_length]
 
 
 def _allocate(byte_length: int) -> mmap.mmap:
@@ -109,7 +132,14 @@ def _allocate(byte_length: int) -> mmap.mmap:
     return memory
 
 
-def _copy_one(read_into: ReadInto, record: TensorRecord, buffer: memoryview, target: io.FileIO, offset: int) -> Digest:
+def _copy_one(
+    read_into: ReadInto,
+    record: TensorRecord,
+    buffer: memoryview,
+    target: io.FileIO,
+    offset: int,
+    watcher: Watcher | None,
+) -> Digest:
     hasher = hashlib.sha256()
     width = ITEM_BYTES[record.dtype]
     done = 0
@@ -127,6 +157,8 @@ def _copy_one(read_into: ReadInto, record: TensorRecord, buffer: memoryview, tar
                 tensor=record.name[:200],
                 index=element,
             )
+        if watcher is not None:
+            watcher.update(record, piece)
         _write(target, piece, offset + done)
         done += len(piece)
     return digest_from_bytes(hasher.digest())

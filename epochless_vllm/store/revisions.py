@@ -10,15 +10,15 @@ read hashes them again. Any process may read or ingest at any time. Knows no pol
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import re
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from epochless_vllm.durable import crash_point, fsync_directory, fsync_file, rename_durable, storage_error
+from epochless_vllm.durable import crash_point, fsync_directory, fsync_files, rename_durable, storage_error
 from epochless_vllm.errors import (
     DigestMismatchError,
     EpochlessError,
@@ -31,10 +31,11 @@ from epochless_vllm.protocol.digests import digest, parse_digest
 from epochless_vllm.protocol.manifest import RECIPE, Manifest, RevisionId, decode_manifest, manifest_from_parts
 from epochless_vllm.store import adapters
 from epochless_vllm.store.adapters import InspectedAdapter, config_of
-from epochless_vllm.store.blobs import ReadInto, copy_tensors, create_file, read_tensors
+from epochless_vllm.store.blobs import ReadInto, Watcher, copy_tensors, create_file, read_tensors
 from epochless_vllm.store.documents import MAX_BYTES, parse_document
 from epochless_vllm.store.incoming import Incoming, list_names, storage_errors
 from epochless_vllm.store.lora_config import AdapterConfig
+from epochless_vllm.store.reports import CollectReport, Damage, FsckReport
 from epochless_vllm.store.safetensors import read_header
 from epochless_vllm.store.sources import CONFIG_NAME, TENSORS_NAME, open_adapter_directory
 from epochless_vllm.store.uploads import Upload, open_uploads
@@ -44,6 +45,8 @@ MAX_ADAPTER_BYTES = 16 << 30  # rank 256 on every layer of a 70B model in F32 ta
 RESERVED_BYTES = 16 << 20  # left free on the disk, so that an adapter cannot starve the journal beside it
 
 _HEX = re.compile(r"[0-9a-f]{64}")
+
+Watch = Callable[[AdapterConfig], Watcher]
 
 
 @dataclass(frozen=True)
@@ -57,41 +60,11 @@ class Ingested:
 
 @dataclass(frozen=True)
 class StoredRevision:
-    """A revision read back: ``data`` is private memory, ``tensors`` the raw bytes of each tensor within it."""
+    """A revision read back; ``tensors`` holds the raw bytes of each in private memory, see ``read_tensors``."""
 
     manifest: Manifest
     config: AdapterConfig
-    data: mmap.mmap
     tensors: dict[str, memoryview]
-
-
-@dataclass(frozen=True)
-class Damage:
-    """A revision whose bytes are not those of its name, and the error a reader of it would get."""
-
-    revision_id: RevisionId
-    code: str
-    message: str
-
-
-@dataclass(frozen=True)
-class FsckReport:
-    """What a check of every byte found; ``strays`` are names that do not belong, ``leftovers`` interrupted work."""
-
-    checked: int
-    byte_length: int
-    damaged: tuple[Damage, ...]
-    strays: tuple[str, ...]
-    leftovers: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class CollectReport:
-    """What ``collect`` removed and kept."""
-
-    removed: tuple[RevisionId, ...]
-    kept: int
-    freed_bytes: int
 
 
 class RevisionStore:
@@ -126,8 +99,13 @@ class RevisionStore:
 
     # Writing
 
-    def ingest_directory(self, path: Path | str, *, import_root: Path | str | None = None) -> Ingested:
+    def ingest_directory(
+        self, path: Path | str, *, import_root: Path | str | None = None, watch: Watch | None = None
+    ) -> Ingested:
         """Inspect an adapter directory and copy it in; the same content again changes nothing.
+
+        Args:
+            watch: makes a watcher of the bytes from the adapter's configuration.
 
         Raises:
             AdapterNotFoundError, PathRefusedError: see ``open_adapter_directory``.
@@ -141,9 +119,9 @@ class RevisionStore:
                 source.config.check_unchanged()
                 source.tensors.check_unchanged()
 
-            return self._ingest(adapter, source.tensors.read_into, check_unchanged)
+            return self._ingest(adapter, source.tensors.read_into, check_unchanged, watch)
 
-    def ingest_files(self, files: Mapping[str, Upload]) -> Ingested:
+    def ingest_files(self, files: Mapping[str, Upload], *, watch: Watch | None = None) -> Ingested:
         """Inspect adapter_config.json and adapter_model.safetensors given as streams and copy them in.
 
         Raises:
@@ -154,7 +132,7 @@ class RevisionStore:
         document = parse_document(config.read_bounded(MAX_BYTES), subject=CONFIG_NAME)
         records, data_begin = read_header(tensors.read, None)
         adapter = adapters.inspect_parts(document, records, data_begin)
-        return self._ingest(adapter, tensors.read_into, lambda: None)
+        return self._ingest(adapter, tensors.read_into, lambda: None, watch)
 
     def clear_incoming(self) -> tuple[str, ...]:
         """Remove what interrupted writers left behind, and return the names; call it at start."""
@@ -218,8 +196,8 @@ class RevisionStore:
         expected, actual = _config_bytes(config), self._read_file(revision_id, CONFIG_NAME)
         if actual != expected:
             raise _damaged(revision_id, CONFIG_NAME, f"{len(expected)} bytes of its manifest", f"{len(actual)} others")
-        data, tensors = read_tensors(self._directory(revision_id) / TENSORS_NAME, manifest)
-        return StoredRevision(manifest, config, data, tensors)
+        tensors = read_tensors(self._directory(revision_id) / TENSORS_NAME, manifest)
+        return StoredRevision(manifest, config, tensors)
 
     def fsck(self) -> FsckReport:
         """Hash every revision and name everything that does not belong; changes nothing."""
@@ -242,23 +220,33 @@ class RevisionStore:
 
     # Steps of ingest
 
-    def _ingest(self, adapter: InspectedAdapter, read_into: ReadInto, check_unchanged: Callable[[], None]) -> Ingested:
+    def _ingest(
+        self,
+        adapter: InspectedAdapter,
+        read_into: ReadInto,
+        check_unchanged: Callable[[], None],
+        watch: Watch | None,
+    ) -> Ingested:
         adapters.check_coverage(adapter, self._base_modules)
         self._check_room(adapter.byte_length)
-        with self._incoming.staging() as directory:
-            with create_file(directory / TENSORS_NAME) as file:
-                entries = copy_tensors(read_into, adapter.tensors, file)
-                check_unchanged()
-                manifest = manifest_from_parts(adapter.config.manifest_config(), entries)
-                crash_point("ingest.copy")
-                fsync_file(file)
+        watcher = None if watch is None else watch(adapter.config)
+        with self._incoming.staging() as directory, ExitStack() as files:
+            target = files.enter_context(create_file(directory / TENSORS_NAME))
+            entries = copy_tensors(read_into, adapter.tensors, target, watcher=watcher)
+            check_unchanged()
+            manifest = manifest_from_parts(adapter.config.manifest_config(), entries)
+            crash_point("ingest.copy")
+            written = [target]
             for name, payload in (
                 (MANIFEST_NAME, manifest.encode()),
                 (CONFIG_NAME, _config_bytes(adapter.config)),
             ):
-                with create_file(directory / name) as file, storage_errors(directory / name, "write"):
+                file = files.enter_context(create_file(directory / name))
+                with storage_errors(directory / name, "write"):
                     file.write(payload)
-                    fsync_file(file)
+                written.append(file)
+            fsync_files(written)
+            files.close()
             fsync_directory(directory)
             crash_point("ingest.fsync")
             return Ingested(manifest.revision_id, manifest, self._admit(directory, manifest.revision_id))

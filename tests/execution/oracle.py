@@ -22,8 +22,13 @@ class Layer:
 
     def pack(self) -> SlotWeights:
         """Return the layer as the kernel reads it, every slot written."""
+        dtypes = {factors[0].dtype for slices in self.slots for factors in slices if factors is not None}
         weights = SlotWeights(
-            num_slots=len(self.slots), max_rank=self.max_rank, input_size=self.inputs, output_sizes=self.outputs
+            num_slots=len(self.slots),
+            max_rank=self.max_rank,
+            input_size=self.inputs,
+            output_sizes=self.outputs,
+            dtype=dtypes.pop() if dtypes else torch.float32,
         )
         for slot, slices in enumerate(self.slots):
             weights.write(slot, slices)

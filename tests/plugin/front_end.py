@@ -99,6 +99,7 @@ def make_service(store: Path, transport: RankTransport | None = None, **options:
         additional_config={"epochless": {"store": str(store), "base_digest": BASE_DIGEST, **options}},
         parallel_config=SimpleNamespace(world_size=2, data_parallel_index=0, data_parallel_size=1),
         lora_config=SimpleNamespace(max_cpu_loras=options.get("keep", 4) + 2, lora_dtype="torch.float32"),
+        model_config=SimpleNamespace(model=str(store / "no-model-here")),
     )
     store.mkdir(parents=True, exist_ok=True)
     Journal(store / "journal.sqlite").begin_epoch()

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from epochless_vllm.plugin.expectations import ExpectedPair, convert_bits, expect_slots, registered_digest, sha256_of
+from epochless_vllm.plugin.expectations import (
+    ExpectedPair,
+    RegisteredExpectation,
+    convert_bits,
+    expect_registered,
+    expect_slots,
+    registered_digest,
+    sha256_of,
+)
 from epochless_vllm.plugin.module_plan import ModulePlan, SlicePlan
+from epochless_vllm.store.blobs import CHUNK_BYTES
+from epochless_vllm.store.revisions import RevisionStore
+from tests.adapters import make_adapter, make_tensors
 
 TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 SIGNED = {"F32": torch.int32, "BF16": torch.int16, "F16": torch.int16}
@@ -65,3 +77,19 @@ def test_shards_are_the_columns_and_rows_of_this_rank() -> None:
     assert expected["whole"] == [(sha256_of(a), sha256_of(b)), None]
     assert expected["row"] == [(sha256_of(a[:, 8:].copy()), sha256_of(b)), None]
     assert expected["fused"][0] == (sha256_of(a), sha256_of(np.vstack([b[4:8], b[12:16], b[20:24]])))
+
+
+@pytest.mark.parametrize("dtype", ["F32", "BF16", "F16"])
+@pytest.mark.parametrize("alpha", [2, 4])
+def test_what_is_expected_on_the_way_in_is_what_the_stored_bytes_give(tmp_path: Path, dtype: str, alpha: int) -> None:
+    random = np.random.default_rng(5)
+    name_a, name_b = make_tensors(layers=[0], targets=["q_proj"])
+    long = CHUNK_BYTES // 8 + 1234  # more than one piece of A, and of B
+    tensors = {name_a: random.random((2, 2 * long), np.float32), name_b: random.random((2 * long, 2), np.float32)}
+    directory = make_adapter(tmp_path / "adapter", rank=2, tensors=tensors, alpha=alpha)
+    expectation = RegisteredExpectation(dtype)
+    store = RevisionStore(tmp_path / "store")
+    for _ in range(2):  # the second time over content that is there already
+        ingested = store.ingest_directory(directory, watch=expectation)
+        stored = store.read(ingested.revision_id)
+        assert expectation.digest_of(ingested.manifest) == expect_registered(stored, dtype)

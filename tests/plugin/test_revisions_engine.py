@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from epochless_vllm.errors import (
+    AdapterConfigError,
     EpochlessError,
     HeadRetirementError,
     InvalidRequestError,
@@ -170,6 +171,17 @@ def test_failed_publish_leaves_old_revisions_as_they_were(
     again = generate(llm, PROMPT, resolve(llm, policy), salt="failed")
     assert (tokens_of(again), logprob_of(again)) == (tokens_of(before), pytest.approx(logprob_of(before), abs=1e-5))
     assert len([p for p in service_of(llm).state().publications.values() if p.policy == policy]) == 1
+
+
+def test_an_adapter_that_lost_a_whole_kind_of_target_is_refused_by_name(
+    publish: Callable[..., Any], adapters: dict[str, Path], root: Path
+) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    path = shutil.copytree(adapters["A"], root / "lossy") / "adapter_model.safetensors"
+    save_file({name: data for name, data in load_file(path).items() if ".o_proj." not in name}, path)
+    with pytest.raises(AdapterConfigError, match=r"target_modules selects 4 modules .*o_proj"):
+        publish(path.parent)
 
 
 def test_source_directory_may_change_or_go_after_publish(
@@ -364,8 +376,22 @@ def test_hand_made_requests_and_direct_loads_are_refused(llm: Any, adapters: dic
     assert len(tokens_of(generate(llm, PROMPT, None))) == 16
 
 
+def spoil_device(module: Any, slot: int) -> None:
+    module.lora_b_stacked[0][slot, 0, 5, 3] += 0.125
+
+
+def spoil_packed_copy(module: Any, slot: int) -> None:
+    module.epochless.weights.b_SRO[slot, 3, 5] += 0.125
+
+
+@pytest.mark.parametrize("spoil", [spoil_device, spoil_packed_copy])
 def test_activation_that_reads_back_wrong_quarantines_the_revision_alone(
-    llm: Any, adapters: dict[str, Path], publish: Callable[..., Any], policy: str, monkeypatch: pytest.MonkeyPatch
+    llm: Any,
+    adapters: dict[str, Path],
+    publish: Callable[..., Any],
+    policy: str,
+    monkeypatch: pytest.MonkeyPatch,
+    spoil: Callable[[Any, int], None],
 ) -> None:
     from vllm.lora.model_manager import LRUCacheLoRAModelManager
 
@@ -382,7 +408,7 @@ def test_activation_that_reads_back_wrong_quarantines_the_revision_alone(
         activated = original(self, lora_id)
         if activated:  # one weight of one module is copied wrongly
             slot = self.lora_index_to_id.index(lora_id)
-            self.modules["model.layers.1.mlp.down_proj"].lora_b_stacked[0][slot, 0, 5, 3] += 0.125
+            spoil(self.modules["model.layers.1.mlp.down_proj"], slot)
         return activated
 
     running = start(llm, PROMPT, good, 24, salt="quarantine")
@@ -397,7 +423,7 @@ def test_activation_that_reads_back_wrong_quarantines_the_revision_alone(
     assert tokens_of(outputs[running]) == tokens_of(expected)
     assert outputs[failing[0]].outputs[0].finish_reason == "error"
     assert tokens_of(outputs[failing[0]]) == []
-    with pytest.raises(QuarantinedRevisionError, match=r"engine0/rank0: model\.layers\.1\.mlp\.down_proj"):
+    with pytest.raises(QuarantinedRevisionError, match=r"engine0/rank0: .*model\.layers\.1\.mlp\.down_proj"):
         resolve(llm, policy + "-bad")
     again = publish(adapters["E"], 2, name=policy + "-bad")
     output = generate(llm, PROMPT, again, salt="never")

@@ -42,7 +42,7 @@ def boundary_rows() -> Iterator[tuple[np.ndarray, SamplerConfig, list[int]]]:
     Near a total of 2**40 a step of the draw is 256 steps of the cumulative, so edges are met exactly now and then.
     """
     generator = np.random.default_rng(6)
-    for number in range(90):
+    for number in range(96):
         logits_V = (generator.standard_normal(17) - 9).astype(np.float32)
         logits_V[generator.integers(0, 17)] = 0.0
         config = sampler_from_parameters(temperature=1.0, **_FILTERS[number % len(_FILTERS)])

@@ -22,11 +22,11 @@ VECTORS = ROOT / "tests" / "vectors" / "sampler" / "rows.json"
 
 
 def test_numba_and_torch_equal_numpy_on_many_short_rows() -> None:
-    assert compare_batches(batches(seed=101, rows=12_000, rows_per_batch=200)) == (12_000, [])
+    assert compare_batches(batches(seed=101, rows=6_000, rows_per_batch=200)) == (6_000, [])
 
 
 def test_all_equal_pure_python_on_some() -> None:
-    assert compare_batches(batches(seed=102, rows=300, rows_per_batch=5), plain_rows=5) == (300, [])
+    assert compare_batches(batches(seed=102, rows=150, rows_per_batch=5), plain_rows=5) == (150, [])
 
 
 def test_rows_of_several_blocks_and_a_ragged_end_are_equal() -> None:
@@ -43,7 +43,7 @@ def test_tritons_interpreter_equals_numpy() -> None:
     command = [sys.executable, "-m", "tests.sampling.equality", "--triton", "--triton-block", "64"]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
-        [*command, "--rows", "24", "--rows-per-batch", "2", "--seed", "105"],
+        [*command, "--rows", "16", "--rows-per-batch", "2", "--seed", "105"],
         cwd=ROOT,
         env=environment,
         capture_output=True,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from epochless_vllm.protocol.draws import Purpose, draw_at, seeded_key
 from epochless_vllm.protocol.sampler_config import sampler_from_parameters
-from epochless_vllm.sampling import ALL_MASKED, NON_FINITE, OK, parameter_row, sample, sample_rows, team, warm_up
+from epochless_vllm.sampling import ALL_MASKED, NON_FINITE, OK, cpu_path, parameter_row, sample_rows, team, warm_up
 from epochless_vllm.sampling.sample import Sampled
 
 ROWS, VOCABULARY = 64, 5003
@@ -78,7 +78,8 @@ def test_a_row_is_drawn_alike_when_a_team_shares_it(
     logits_BV: Tensor, together: Sampled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Pretends a team larger than the batch, so that chunks of rows are tickets whatever this machine has.
-    monkeypatch.setattr(sample, "team_size", lambda: 1000)
+    monkeypatch.setattr(cpu_path, "team_size", lambda: 1000)
+    monkeypatch.setattr(cpu_path, "_WORTH_SHARING", 0)
     rows = list(range(ROWS))
     assert_equal_rows(sample_picked(logits_BV, rows), together, rows)
 

@@ -376,6 +376,36 @@ def test_adapter_of_many_chunks_is_copied_exactly_with_one_chunk_in_memory(
     assert peak < 4 * blobs.CHUNK_BYTES
     stored = store.read(ingested.revision_id)
     assert all(bytes(stored.tensors[name]) == tensors[name].tobytes() for name in tensors)
+    assert stored.tensors[name_a].obj is not stored.tensors[name_b].obj  # keeping A's memory does not keep B's
+
+
+def test_a_watcher_sees_every_byte_of_every_tensor_in_order(store: RevisionStore, adapter: Path) -> None:
+    seen: dict[str, bytes] = {}
+
+    class Watcher:
+        def update(self, record: Any, piece: memoryview) -> None:
+            seen[record.name] = seen.get(record.name, b"") + bytes(piece)
+
+    ingested = store.ingest_directory(adapter, watch=lambda config: Watcher())
+    stored = store.read(ingested.revision_id)
+    assert seen == {name: bytes(view) for name, view in stored.tensors.items()}
+
+
+@pytest.mark.parametrize("failing", range(3))
+def test_one_of_several_files_that_cannot_be_synced_fails_the_ingest(
+    store: RevisionStore, adapter: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    sync, name = os.fsync, FILES[failing]
+
+    def fail(descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(name):
+            raise OSError(errno.EIO, "the disk does not answer")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(StoreError, match="fsync"):
+        store.ingest_directory(adapter)
+    assert store.list() == ()
 
 
 def test_adapter_larger_than_allowed_is_refused_before_it_is_copied(tmp_path: Path, adapter: Path) -> None:
