@@ -81,10 +81,17 @@ class Engine:
     def run(self, *, load: str, streams: int, tokens: int, attest: bool) -> dict[str, Any]:
         """Return tokens per second over a whole run, and the gaps between tokens in seconds."""
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
         engine = self.llm.llm_engine
         lora = self._adapter if load == "adapter" else None
-        params = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=1.0, detokenize=False)
+        params = SamplingParams(
+            max_tokens=tokens,
+            ignore_eos=True,
+            temperature=1.0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,  # as LLM.generate asks
+        )
         for row in range(streams):
             self._requests += 1
             ids = [(7 * row + 13 * place + self._requests) % VOCABULARY for place in range(PROMPT_TOKENS)]

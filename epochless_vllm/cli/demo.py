@@ -1,7 +1,8 @@
 """``epochless demo``: the product's claims on a real server and a tiny model, as a readable transcript.
 
 Starts ``vllm serve`` on 127.0.0.1, streams on one revision while others are published and a broken one is refused,
-kills the server and starts it again. Exits 0 only if every claim held. Needs no network and no GPU.
+verifies a receipt and has a changed answer refused, kills the server and starts it again. Exits 0 only if every claim
+held. Needs no network and no GPU.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -25,6 +27,9 @@ import httpx
 
 from epochless_vllm.cli.output import Output
 from epochless_vllm.cli.tiny_model import make_adapter, make_model
+from epochless_vllm.cli.verify import read_public_key
+from epochless_vllm.errors import ReceiptError
+from epochless_vllm.verify import Verdict, attested_choices, verify_receipt
 
 PROMPT = "A rollout keeps the policy it was admitted with. " * 6
 TOKENS = 240
@@ -161,12 +166,17 @@ def _demonstrate(server: Server, work: Path) -> None:
     _say("Prefix KV is keyed by content")
     _check_prefix_isolation(server, versions)
 
+    _say("A receipt beside an answer, checked offline; then one token of the answer is changed")
+    receipt_id = _check_receipt(server, work, versions[3])
+
     _say("$ kill -9 the server, start it again on the same store")
     server.stop(signal.SIGKILL)
     print(f"   ready in {server.start():.0f} s")
     listed = server.client.get(f"/v1/policies/{POLICY}").json()["revisions"]
     live = {item["step"]: item["revision_id"] for item in listed if item["status"] == "live"}
     _claim(live == versions, "all three revisions are back, and nothing else")
+    kept = server.client.get(f"/v1/receipts/{receipt_id}")
+    _claim(kept.status_code == 200, "the receipt is still kept")
     again = _tokens(server.stream(f"{POLICY}@{r1}"))
     _claim(again == undisturbed, "a stream on r1 equals the first one token for token")
 
@@ -215,6 +225,31 @@ def _check_prefix_isolation(server: Server, versions: dict[int, str]) -> None:
     first, other, again = cached(1), cached(2), cached(1)
     _claim(first == 0 and other == 0, "the same prompt on r1, then on r2: 0 and 0 cached tokens")
     _claim(again > 0, f"on r1 again: {again} cached tokens")
+
+
+def _check_receipt(server: Server, work: Path, head: str) -> str:
+    """Return the id of a receipt that held."""
+    nonce = secrets.token_hex(16)
+    body = {"model": POLICY, "prompt": PROMPT, "max_tokens": TOKENS, "ignore_eos": True, "return_token_ids": True}
+    answer = server.client.post("/v1/completions", json={**body, "epochless": {"attest": "receipt", "nonce": nonce}})
+    answer.raise_for_status()
+    (work / "key.pem").write_bytes(server.client.get("/v1/receipts/key").content)
+    key = read_public_key(str(work / "key.pem"))
+    (choice,) = attested_choices(answer.content)
+    verified = verify_receipt(choice.receipt, public_key=key, nonce=nonce, response=answer.content, revisions=[head])
+    _claim(
+        (verified.verdict, verified.anchor) == (Verdict.SAMPLING_CONSISTENT, "signature"),
+        f"{verified.tokens} tokens are {verified.verdict.value} with their draws and signed, all by r3",
+    )
+    tampered = answer.json()
+    tampered["choices"][0]["token_ids"][3] ^= 1
+    try:
+        verify_receipt(choice.receipt, public_key=key, nonce=nonce, response=json.dumps(tampered).encode())
+    except ReceiptError as error:
+        _claim(error.fields["threat"] == "token_swapped", f"the changed answer is refused: {error}")
+    else:
+        _claim(False, "the changed answer is refused")
+    return str(verified.receipt_id)
 
 
 def _publish(server: Server, step: int, path: Path, note: str = "") -> str:

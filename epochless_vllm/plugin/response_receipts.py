@@ -132,6 +132,9 @@ class PromptReceipts:
         if self._queue is not None:
             preemptions.forget(self._queue.request_id, self._terms.params.n)
             if (rest := self._queue.get_nowait()) is not None:
+                for choice in rest.outputs:
+                    if choice.index not in self.recorders and not choice.token_ids:
+                        self.sealed.setdefault(choice.index, None)  # it never ran
                 self.take(rest)
         for index in self.recorders.keys() - self.sealed.keys():
             self._seal(index, "abort", None, at_once=False)

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import pytest
 from epochless_vllm.plugin.sink import ReceiptSink
 from epochless_vllm.verify import verify_receipt
 from tests.plugin.servers import ROOT, Server, running
+from tests.plugin.test_front_end_engine import admitted, overtake, wait_until_admitted
 from tests.tiny_model import make_adapter, make_model
 
 pytestmark = pytest.mark.engine
@@ -46,7 +48,7 @@ SAMPLERS: dict[str, dict[str, Any]] = {
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("server")
     make_model(root / "model")
-    for number in (1, 2):
+    for number in (1, 2, 3):
         make_adapter(root / f"r{number}", seed=number)
     return root
 
@@ -244,6 +246,49 @@ def test_responses_are_found_in_the_sink_by_their_id(server: Server) -> None:
     assert response.status_code == 200, response.text
     (kept,) = wait_for_receipts(server, response.json()["id"])
     assert kept["tokens"] == 5
+
+
+def test_batched_chats_are_told_apart_by_their_prompt(server: Server, root: Path) -> None:
+    chats = [BODIES[CHAT]["messages"], [{"role": "user", "content": "Another. "}]]
+    body = {**body_of(CHAT, "plain", messages=chats, max_tokens=9), "n": 1}
+    checked = verified(root, server.post(f"{CHAT}/batch", **body).content, "--nonce", NONCE)["choices"]
+    assert [(item["prompt_index"], item["verdict"]) for item in checked] == [
+        (0, "SAMPLING-CONSISTENT"),
+        (1, "SAMPLING-CONSISTENT"),
+    ]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_request_that_arrived_late_has_the_receipt_of_the_revision_that_served(
+    server: Server, root: Path, stream: bool
+) -> None:
+    policy = f"late-{stream}"
+    server.publish(root / "r3", policy, step=1)  # held under no other name, so that retiring it removes it
+    before = admitted(server)
+    server.gate.touch()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(server.post, CHAT, **body_of(CHAT, "plain", model=policy, stream=stream))
+        wait_until_admitted(server, before + 1)
+        overtake(server, policy, root)
+        payload = waiting.result(120).content
+    checked = verified(root, payload, "--nonce", NONCE)["choices"]
+    assert [span["step"] for item in checked for span in item["weight_versions"]] == [2, 2]
+    assert len(wait_for_receipts(server, checked[0]["request_id"])) == 2  # nothing is kept of what never ran
+
+
+def test_an_anthropic_message_is_found_in_the_sink(server: Server) -> None:
+    name = "anthropic-1"
+    body = {
+        "model": "policy",
+        "messages": BODIES[CHAT]["messages"],
+        "max_tokens": 4,
+        "epochless": {"attest": "summary", "nonce": NONCE},
+    }
+    with server.client() as client:
+        response = client.post("/v1/messages", json=body, headers={"X-Request-Id": name})
+    assert response.status_code == 200, response.text
+    (kept,) = wait_for_receipts(server, f"chatcmpl-{name}")
+    assert kept["tokens"] == 4
 
 
 def test_metrics_count_receipts(server: Server) -> None:

@@ -574,3 +574,26 @@ def test_preemptions_are_counted_for_the_receipt_and_then_forgotten(tmp_path: Pa
         assert preemptions._watched == {}
 
     on_policy(tmp_path, scenario)
+
+
+def test_nothing_is_kept_of_a_choice_that_never_ran(tmp_path: Path) -> None:
+    """The first choice is refused by the engine, and leaving aborts the second before its first token."""
+
+    async def scenario(front: FrontEnd) -> None:
+        admission = admitted(front, Request(stream=True))
+        asked = params(5, deltas=True, n=2)
+        _, receipts = open_stream(FakeEngine(), admission, {"type": "token"}, asked, "cmpl-a-0")
+        assert receipts is not None
+
+        async def engine() -> Any:
+            last = output_of("cmpl-a-0", 1, [], None, "abort")
+            receipts.entered(SimpleNamespace(request_id="internal", get_nowait=lambda: last))
+            yield output_of("cmpl-a-0", 0, [], None, "error")
+
+        async with aclosing(observe(engine(), receipts)) as stream:
+            async for _ in stream:
+                break
+        attestor_of(front).sink.close()
+        assert attestor_of(front).sink.find("cmpl-a") == []
+
+    on_policy(tmp_path, scenario)
