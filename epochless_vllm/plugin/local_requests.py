@@ -2,8 +2,8 @@
 
 ``LLMEngine.add_request`` registers a request with its output processor before the engine core sees it; a refusal by the
 core then leaves a request that never ends. Here the core's gate is asked first. A request also gets the key material of
-its draws here, and its finished output remembers what was asked, so that receipts can be made of it. Dies when upstream
-registers a request after the core took it.
+its draws here, and its finished output remembers what was asked, so that receipts can be made of it; one that brings
+key material of its own keeps it and gets no receipt. Dies when upstream registers a request after the core took it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from epochless_vllm.errors import SeamError
 from epochless_vllm.plugin import preemptions
 from epochless_vllm.plugin.core import GATE
-from epochless_vllm.plugin.options import options_of
+from epochless_vllm.plugin.options import KEY, options_of
 from epochless_vllm.plugin.receipt_headers import KeyMaterial, take_material
 
 ASKED = "_epochless_asked"  # attribute of a finished RequestOutput
@@ -73,7 +73,8 @@ def _wrap_entry(original: Any) -> Any:
             gate.check(named)
         given = params
         sampled = hasattr(params, "temperature") and options_of(self.vllm_config.additional_config) is not None
-        if sampled and not hasattr(prompt, "sampling_params"):  # an EngineCoreRequest brings its own
+        brings_own = hasattr(prompt, "sampling_params") or (sampled and KEY in (params.extra_args or {}))
+        if sampled and not brings_own:
             params, material = take_material(params, nonce=None, request_id=request_id, prompt_index=0)
         added = original(self, request_id, prompt, params, *arguments, lora_request=lora_request, **keywords)
         if params is not given and given.output_kind.name != "DELTA":

@@ -18,6 +18,7 @@ from typing import Any
 
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from epochless_vllm.durable import CRASH_VARIABLE
 from epochless_vllm.plugin.service import PublicationService
@@ -30,6 +31,7 @@ _POISON = Path(os.environ["EPOCHLESS_TEST_POISON"])
 _CUT = Path(os.environ["EPOCHLESS_TEST_CUT"])
 _add_request = AsyncLLM.add_request
 _step = EngineCore.step
+_sample = GPUModelRunner._sample
 
 
 async def _add_request_behind_the_gate(self: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -41,19 +43,13 @@ async def _add_request_behind_the_gate(self: Any, *arguments: Any, **keywords: A
 def _step_under_the_brake(self: Any) -> Any:
     if _BRAKE.exists():
         time.sleep(BRAKED_STEP_S)
-    if _POISON.exists():
-        return _step_with_poison(self)
     return _step(self)
 
 
-def _step_with_poison(core: Any) -> Any:
-    runner = core.model_executor.driver_worker.worker.model_runner
-    sample = runner._sample
-    runner._sample = lambda logits, metadata: sample(logits.fill_(float("nan")), metadata)
-    try:
-        return _step(core)
-    finally:
-        del runner._sample
+def _sample_under_poison(self: Any, logits: Any, metadata: Any) -> Any:
+    if _POISON.exists():
+        logits.fill_(float("nan"))
+    return _sample(self, logits, metadata)
 
 
 def _armed(original: Any) -> Any:
@@ -75,6 +71,7 @@ for _target, _names in (
         setattr(_target, _name, _armed(getattr(_target, _name)))
 AsyncLLM.add_request = _add_request_behind_the_gate  # type: ignore[method-assign]
 EngineCore.step = _step_under_the_brake  # type: ignore[method-assign]
+GPUModelRunner._sample = _sample_under_poison  # type: ignore[method-assign]
 
 if __name__ == "__main__":
     from vllm.entrypoints.cli.main import main

@@ -198,7 +198,7 @@ def test_the_openai_package_reads_labels_and_meets_our_errors(server: Server, po
 
     reply = server.publish(root / "r1", policy, step=11)
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="k1", max_retries=0)
-    fields = request_fields(min_version=11, nonce="n")
+    fields = request_fields(min_version=11, nonce="n" * 16)
     chat = client.chat.completions.create(model=policy, messages=MESSAGES, max_tokens=5, **fields)  # type: ignore[call-overload]
     assert chat.model == reply["lora_name"]
     assert spans_of(chat.choices[0])[0].version == reply["weight_version"]
