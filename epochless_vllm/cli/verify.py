@@ -23,6 +23,12 @@ KEY_BYTES = 32
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     parser.add_argument("receipt", help="file of the receipt in any format; - for standard input")
+    add_expectations(parser)
+    parser.add_argument("--allow-incomplete", action="store_true", help="accept a stream that lacks its final record")
+
+
+def add_expectations(parser: argparse.ArgumentParser) -> None:
+    """Add the options that pin a receipt's claims to what the caller knows."""
     parser.add_argument("--public-key", metavar="FILE", help="the server's Ed25519 key: PEM, 64 hex digits or 32 bytes")
     parser.add_argument("--receipt-id", metavar="ID", help="the id you learned over another channel")
     parser.add_argument("--response", metavar="FILE", help="the response as received: pins tokens, reason and versions")
@@ -32,7 +38,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--revision", action="append", metavar="DIGEST", help="a revision you trust; repeatable")
     parser.add_argument("--seed", type=int, help="the seed you sent")
     parser.add_argument("--seed-commitment", metavar="DIGEST", help="the commitment published before your request")
-    parser.add_argument("--allow-incomplete", action="store_true", help="accept a stream that lacks its final record")
 
 
 def run(arguments: argparse.Namespace, output: Output) -> int:
@@ -45,24 +50,36 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
 
     verified = verify_receipt(
         read_file(arguments.receipt, field="receipt"),
-        public_key=None if arguments.public_key is None else read_public_key(arguments.public_key),
-        receipt_id=arguments.receipt_id,
-        nonce=arguments.nonce,
-        request_id=arguments.request_id,
-        base=arguments.base,
-        revisions=arguments.revision,
-        seed=arguments.seed,
-        seed_commitment=arguments.seed_commitment,
-        response=None if arguments.response is None else read_file(arguments.response, field="response"),
         allow_incomplete=arguments.allow_incomplete,
+        **read_expectations(arguments),
     )
     described = describe(verified)
     output.value(described)
-    _print(described, output)
+    print_verified(described, output)
     return 0
 
 
-def _print(described: dict[str, Any], output: Output) -> None:
+def read_expectations(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the keywords of ``verify_receipt`` that the options of ``add_expectations`` give.
+
+    Raises:
+        InvalidRequestError: a file cannot be read, or is no key.
+    """
+    return {
+        "public_key": None if arguments.public_key is None else read_public_key(arguments.public_key),
+        "receipt_id": arguments.receipt_id,
+        "nonce": arguments.nonce,
+        "request_id": arguments.request_id,
+        "base": arguments.base,
+        "revisions": arguments.revision,
+        "seed": arguments.seed,
+        "seed_commitment": arguments.seed_commitment,
+        "response": None if arguments.response is None else read_file(arguments.response, field="response"),
+    }
+
+
+def print_verified(described: dict[str, Any], output: Output) -> None:
+    """Print what ``describe`` returns for people."""
     output.line(f"{described['verdict']}  {described['tokens']} tokens, anchor: {described['anchor']}")
     output.line(f"receipt  {described['receipt_id'] or 'incomplete'}")
     output.line(f"request  {described['request_id']}, nonce {described['nonce'] or 'none'}")
