@@ -106,7 +106,19 @@ class Auditor:
         positions: Collection[int] | None = None,
         progress: Progress | None = None,
     ) -> Replay:
-        """Recompute a verified receipt and compare its rows.
+        """Recompute a verified receipt and compare its rows; see ``compare`` for arguments and errors."""
+        results, reasons = self.compare(receipt, prompt, positions=positions, progress=progress)
+        return summarise(receipt, self.tolerance, results, reasons)  # (6)
+
+    def compare(
+        self,
+        receipt: VerifiedReceipt,
+        prompt: Sequence[int],
+        *,
+        positions: Collection[int] | None = None,
+        progress: Progress | None = None,
+    ) -> tuple[dict[int, RowResult], dict[str, int]]:
+        """Return how each row compares, by token position, and how many rows cannot be recomputed, by reason.
 
         Args:
             receipt: complete, verified with ``keep_blocks``.
@@ -142,7 +154,7 @@ class Auditor:
                 results[at] = result
                 if progress is not None:
                     progress(1)
-        return summarise(receipt, self.tolerance, results, reasons)  # (6)
+        return results, dict(reasons)
 
     def _check_header(self, header: Header, prompt: Sequence[int]) -> None:
         if header.base != self.base:
