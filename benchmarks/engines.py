@@ -69,14 +69,9 @@ def _link_or_copy(source: str, target: str) -> None:
         os.symlink(source, target)
 
 
-def run_variant(script: Path, variant: str, arguments: list[str], *, stock: bool, cores: str = "0") -> dict[str, Any]:
-    """Run ``script --variant`` in a fresh process and return the JSON object its last line holds.
-
-    Args:
-        stock: import the unpatched engine, without plugins.
-        cores: the cores of the engine's threads.
-    """
-    environment = {
+def variant_environment(*, stock: bool, cores: str = "0") -> dict[str, str]:
+    """Return the environment of a variant's process; see ``run_variant``."""
+    return {
         **os.environ,
         "VLLM_CPU_OMP_THREADS_BIND": cores,
         "VLLM_CPU_KVCACHE_SPACE": "2",
@@ -86,6 +81,16 @@ def run_variant(script: Path, variant: str, arguments: list[str], *, stock: bool
         "PYTHONPATH": os.pathsep.join([*([str(stock_tree())] if stock else []), str(ROOT)]),
         **({"VLLM_PLUGINS": ""} if stock else {}),
     }
+
+
+def run_variant(script: Path, variant: str, arguments: list[str], *, stock: bool, cores: str = "0") -> dict[str, Any]:
+    """Run ``script --variant`` in a fresh process and return the JSON object its last line holds.
+
+    Args:
+        stock: import the unpatched engine, without plugins.
+        cores: the cores of the engine's threads.
+    """
+    environment = variant_environment(stock=stock, cores=cores)
     command = [sys.executable, str(script), "--variant", variant, *arguments]
     result = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return dict(json.loads(result.stdout.strip().splitlines()[-1]))

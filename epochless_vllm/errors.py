@@ -79,6 +79,24 @@ class QuarantinedRevisionError(EpochlessError):
     code, status = "quarantined_revision", 503
 
 
+class UnknownReceiptError(EpochlessError):
+    """No receipt of that id or request is kept here: it never was, or it was dropped by size or age."""
+
+    code, status = "unknown_receipt", 404
+
+
+class SamplingFailedError(EpochlessError):
+    """No token could be drawn for a choice: its logits are not finite, or all of them are masked."""
+
+    code = "sampling_failed"
+
+
+class TokenRowsError(EpochlessError):
+    """The rows beside a response's tokens are missing, or name an adapter they may not name."""
+
+    code = "token_rows"
+
+
 # Conflicts
 
 

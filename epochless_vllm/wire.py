@@ -12,9 +12,9 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from epochless_vllm.errors import InvalidRequestError
+from epochless_vllm.protocol.header import MAX_NONCE, MIN_NONCE
 from epochless_vllm.protocol.names import MAX_STEP
 
-MAX_NONCE = 256  # characters; a nonce of 32 random bytes in hexadecimal is 64
 ATTESTATIONS = ("none", "summary", "receipt")
 
 
@@ -62,7 +62,7 @@ class RequestOptions(RequestBody):
     """The body field ``epochless`` of a generation request."""
 
     attest: Literal["none", "summary", "receipt"] | None = None
-    nonce: str | None = Field(default=None, min_length=1, max_length=MAX_NONCE)
+    nonce: str | None = Field(default=None, pattern=rf"^[!-~]{{{MIN_NONCE},{MAX_NONCE}}}$")
     on_publish: str | None = None
 
 
@@ -199,4 +199,6 @@ def _remedy(body_type: type[RequestBody], fault: Any) -> str:
         return "adapters of mixture-of-experts layers are not served; leave it out"
     if name == "attest":
         return f"must be one of {', '.join(ATTESTATIONS)}"
+    if name == "nonce":
+        return f"must be {MIN_NONCE} to {MAX_NONCE} printable ASCII characters without spaces"
     return str(fault["msg"][:1].lower() + fault["msg"][1:])

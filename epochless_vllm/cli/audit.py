@@ -1,33 +1,36 @@
 """Compute again what receipts claim: each is verified as `epochless verify` does, then every token's row is recomputed
 from the weights it names, by an engine that shares nothing with the server but file formats, and compared. The prompt
-is taken from --prompt-tokens, --prompt or a --response that holds prompt_token_ids, whichever has the receipt's
-digest."""
+is taken from --prompt-tokens, --prompt or an answer that holds prompt_token_ids, whichever has the receipt's digest."""
 
 from __future__ import annotations
 
 import argparse
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from epochless_vllm.cli.fsck import open_root
 from epochless_vllm.cli.output import Output
 from epochless_vllm.cli.prompts import find_prompt, read_prompts
-from epochless_vllm.cli.verify import add_expectations, print_verified, read_expectations, read_file
+from epochless_vllm.cli.verify import add_expectations, print_verified, read_expectations, read_receipts
 from epochless_vllm.errors import ConfigurationError, EpochlessError, InvalidRequestError
 
 if TYPE_CHECKING:  # both load NumPy or the verifier; a run that only prints its help needs neither
+    from epochless_vllm.cli.verify import FoundReceipt
     from epochless_vllm.reference.rows import Tolerance
     from epochless_vllm.verify.replay import Auditor, Progress
     from epochless_vllm.verify.verified import VerifiedReceipt
 
+T = TypeVar("T")
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument("receipt", nargs="+", help="files of receipts in any format")
+    parser.add_argument("receipt", nargs="+", help="files of receipts in any format, or of answers that carry them")
     parser.add_argument("--model", required=True, metavar="DIR", help="the base model's directory")
     parser.add_argument("--store", metavar="DIR", help="the store that holds the revisions (--epochless-store)")
     parser.add_argument("--prompt-tokens", metavar="FILE", help="JSON: the prompt's token ids, or a list of such lists")
@@ -57,16 +60,22 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
             raise InvalidRequestError(f"{field}: {value} is not a positive count", field=field)
     expected = read_expectations(arguments)
     tolerance = _tolerance(arguments.tolerance)
-    payloads = {name: read_file(name, field="receipt") for name in arguments.receipt}
+    found = {
+        name if each.choice is None else f"{name}, choice {each.choice}": each
+        for name in arguments.receipt
+        for each in read_receipts(name, expected["response"])
+    }
     prompts = read_prompts(
         model=arguments.model,
         tokens_file=arguments.prompt_tokens,
         texts=arguments.prompt,
-        response=expected["response"],
+        responses=[each.response for each in found.values() if each.response is not None],
     )
-    verified: dict[str, VerifiedReceipt | EpochlessError] = {}
-    for name, payload in payloads.items():
-        verified[name] = _attempt(lambda payload=payload: verify_receipt(payload, keep_blocks=True, **expected))
+
+    def verify(each: FoundReceipt) -> VerifiedReceipt:
+        return verify_receipt(each.payload, keep_blocks=True, **{**expected, "response": each.response})
+
+    verified = {name: _attempt(partial(verify, each)) for name, each in found.items()}
     auditors = {
         base: open_auditor(arguments.model, base, arguments.store, tolerance)
         for base in sorted({each.header.base for each in verified.values() if not isinstance(each, EpochlessError)})
@@ -83,7 +92,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
 
     total = sum(_rows(each, arguments.sample) for each in verified.values())
     with progress_bar(total, quiet=output.json) as advance, ThreadPoolExecutor(arguments.jobs) as pool:
-        results = list(pool.map(lambda name: audit(name, advance), payloads))
+        results = list(pool.map(lambda name: audit(name, advance), found))
     refused = sum(not good for _, good in results)
     output.value({"receipts": [each for each, _ in results], "refused": refused})
     for each, good in results:
@@ -132,7 +141,7 @@ def _audit(
     return describe(require_replayed(replay)) | {"replay": describe_replay(replay)}
 
 
-def _attempt(work: Any) -> Any:
+def _attempt(work: Callable[[], T]) -> T | EpochlessError:
     """Return what the work returns, or its refusal; a setup that no receipt can be replayed with is raised."""
     try:
         return work()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def read_prompts(
-    *, model: str, tokens_file: str | None, texts: Sequence[str] | None, response: bytes | None
+    *, model: str, tokens_file: str | None, texts: Sequence[str] | None, responses: Sequence[bytes]
 ) -> list[list[int]]:
     """Return every list of token ids that may be a prompt.
 
@@ -33,12 +33,12 @@ def read_prompts(
 
         tokenizer = read_tokenizer(model)
         found += [tokenizer.encode(text, add_special_tokens=special) for text in texts for special in (True, False)]
-    if response is not None:
+    for response in responses:
         found += _in_response(response)
     if not found:
         raise InvalidRequestError(
-            "prompt: a replay needs the prompt; give --prompt-tokens FILE, --prompt TEXT, or a --response to a request "
-            "that had return_token_ids",
+            "prompt: a replay needs the prompt; give --prompt-tokens FILE, --prompt TEXT, or an answer to a request "
+            "with return_token_ids",
             field="prompt",
         )
     return found
@@ -74,13 +74,17 @@ def _read_lists(payload: bytes, name: str) -> list[list[int]]:
 
 
 def _in_response(payload: bytes) -> list[list[int]]:
-    """Return prompt_token_ids where vLLM writes them; what else the response holds is the verifier's to judge."""
-    try:
-        value: Any = json.loads(payload)
-    except (ValueError, RecursionError):
-        return []
-    places = [value, *(value.get("choices") or [])] if isinstance(value, dict) else []
-    found: list[Any] = [each.get("prompt_token_ids") for each in places if isinstance(each, dict)]
+    """Return prompt_token_ids where vLLM writes them; what else an answer holds is the verifier's to judge."""
+    lines = payload.splitlines() if payload.lstrip().startswith(b"data:") else [payload]
+    found: list[Any] = []
+    for line in lines:
+        try:
+            value: Any = json.loads(line.strip().removeprefix(b"data:"))
+        except (ValueError, RecursionError):
+            continue
+        choices = value.get("choices") if isinstance(value, dict) else None
+        places = [value, *choices] if isinstance(choices, list) else [value]
+        found += [each.get("prompt_token_ids") for each in places if isinstance(each, dict)]
     return [each for each in found if _is_tokens(each)]
 
 

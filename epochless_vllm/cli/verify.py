@@ -1,5 +1,6 @@
 """Verify a receipt, offline: its bytes, its tree and final record, its draws, and that it agrees with what you give: a
-key, a nonce, the response. What you leave out is named in the caveats."""
+key, a nonce, the response. What you leave out is named in the caveats. Given an answer of the server instead, whole or
+a saved event stream, every receipt in it is verified against it."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import binascii
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from epochless_vllm.cli.output import Output
 from epochless_vllm.errors import InvalidRequestError
@@ -18,18 +19,24 @@ MAX_RECEIPT_BYTES = 256 << 20  # a verbose receipt of the longest context is far
 # What precedes the 32 bytes of an Ed25519 key in a SubjectPublicKeyInfo, which PEM files hold.
 ED25519_PREFIX = bytes.fromhex("302a300506032b6570032100")
 KEY_BYTES = 32
+# Of the compact, the streaming and the verbose format; anything else must be an answer.
+RECEIPT_STARTS = (b"EPc1", b"EPs1", b'{"blocks":')
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
-    parser.add_argument("receipt", help="file of the receipt in any format; - for standard input")
+    parser.add_argument(
+        "receipt", help="file of the receipt in any format, or of the answer that carries it; - for standard input"
+    )
     add_expectations(parser)
     parser.add_argument("--allow-incomplete", action="store_true", help="accept a stream that lacks its final record")
 
 
 def add_expectations(parser: argparse.ArgumentParser) -> None:
     """Add the options that pin a receipt's claims to what the caller knows."""
-    parser.add_argument("--public-key", metavar="FILE", help="the server's Ed25519 key: PEM, 64 hex digits or 32 bytes")
+    parser.add_argument(
+        "--public-key", "--key", metavar="FILE", help="the server's Ed25519 key: PEM, 64 hex digits or 32 bytes"
+    )
     parser.add_argument("--receipt-id", metavar="ID", help="the id you learned over another channel")
     parser.add_argument("--response", metavar="FILE", help="the response as received: pins tokens, reason and versions")
     parser.add_argument("--nonce", help="the nonce you sent")
@@ -48,15 +55,50 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
     """
     from epochless_vllm.verify import describe, verify_receipt
 
-    verified = verify_receipt(
-        read_file(arguments.receipt, field="receipt"),
-        allow_incomplete=arguments.allow_incomplete,
-        **read_expectations(arguments),
-    )
-    described = describe(verified)
-    output.value(described)
-    print_verified(described, output)
+    expected = read_expectations(arguments)
+
+    def verify(payload: bytes, response: bytes | None) -> dict[str, Any]:
+        options = {**expected, "response": response}
+        return describe(verify_receipt(payload, allow_incomplete=arguments.allow_incomplete, **options))
+
+    found = read_receipts(arguments.receipt, expected["response"])
+    if found[0].choice is None:
+        described = verify(found[0].payload, found[0].response)
+        output.value(described)
+        print_verified(described, output)
+        return 0
+    verified = [(each.choice, verify(each.payload, each.response)) for each in found]
+    output.value({"choices": [{"index": index, **described} for index, described in verified]})
+    for index, described in verified:
+        output.line(f"choice {index}")
+        print_verified(described, output)
     return 0
+
+
+class FoundReceipt(NamedTuple):
+    """A receipt's bytes, the answer to hold it against, and the choice of the answer that carried it, if one did."""
+
+    payload: bytes
+    response: bytes | None
+    choice: int | None
+
+
+def read_receipts(name: str, response: bytes | None) -> list[FoundReceipt]:
+    """Return the receipt of a file, or every receipt of the answer it holds.
+
+    Args:
+        response: the answer, where it was given apart; the file is then a receipt.
+
+    Raises:
+        InvalidRequestError: the file cannot be read.
+        ReceiptError: it is an answer without receipts, or neither.
+    """
+    from epochless_vllm.verify import attested_choices
+
+    payload = read_file(name, field="receipt")
+    if payload.startswith(RECEIPT_STARTS) or response is not None:
+        return [FoundReceipt(payload, response, None)]
+    return [FoundReceipt(each.receipt, payload, each.index) for each in attested_choices(payload)]
 
 
 def read_expectations(arguments: argparse.Namespace) -> dict[str, Any]:

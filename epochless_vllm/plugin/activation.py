@@ -101,14 +101,14 @@ def _quarantine(core: Any, scheduler_output: Any, lora_int_id: int, rank: str, r
     for request in lost:
         blocks = {block for group in scheduler.kv_cache_manager.get_block_ids(request.request_id) for block in group}
         scheduler.kv_cache_manager.evict_blocks(blocks)
-    getattr(core, FAILED).extend((request.request_id, request.client_index) for request in lost)
+    getattr(core, FAILED).extend((request.request_id, request.client_index, None) for request in lost)
     scheduler.finish_requests([request.request_id for request in lost], RequestStatus.FINISHED_ERROR)
 
 
-def _add_failures(outputs: dict[int, Any], failed: list[tuple[str, int]]) -> dict[int, Any]:
+def _add_failures(outputs: dict[int, Any], failed: list[tuple[str, int, str | None]]) -> dict[int, Any]:
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
-    for request_id, client_index in failed:
+    for request_id, client_index, reason in failed:
         group = outputs.setdefault(client_index, EngineCoreOutputs())
-        group.outputs.append(EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR))
+        group.outputs.append(EngineCoreOutput(request_id, [], finish_reason=FinishReason.ERROR, stop_reason=reason))
     return outputs

@@ -9,7 +9,6 @@ upstream pins adapters by identity at admission.
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,10 +19,13 @@ from epochless_vllm.plugin import (
     late_arrivals,
     metrics,
     readmission,
+    response_receipts,
     served_models,
     tokens_in,
 )
+from epochless_vllm.plugin.receipt_headers import revision_entry
 from epochless_vllm.plugin.request_fields import field_of
+from epochless_vllm.plugin.response_receipts import RequestReceipts
 from epochless_vllm.plugin.served_models import ServedRevisions, revisions_of
 from epochless_vllm.plugin.weak_identity import WeakIdentityMap
 from epochless_vllm.protocol.publication import Publication
@@ -41,6 +43,9 @@ class Admission:
         options: its body field ``epochless``.
         started: whether any output of it has left the engine.
         restartable: whether the whole request may be admitted again while nothing was sent.
+        receipts: where its receipts are made; None unless it is to be attested.
+        prompts: engine streams opened for it so far.
+        id_suffix: what its route appends to the request id for each prompt, as a format of the prompt's index.
         progress: spans of streamed choices so far, by (prompt's request id, choice index).
     """
 
@@ -50,11 +55,23 @@ class Admission:
     options: RequestOptions | None = None
     started: bool = False
     restartable: bool = False
+    receipts: RequestReceipts | None = None
+    prompts: int = 0
+    id_suffix: str = ""
     progress: dict[tuple[str, int], list[Any]] = field(default_factory=dict)
 
 
 _admissions: WeakIdentityMap[Admission] = WeakIdentityMap()
-_attestation_available = importlib.util.find_spec("epochless_vllm.plugin.attestation") is not None
+
+# How each route that can carry receipts names its prompts to the engine.
+ID_SUFFIXES = {
+    "OpenAIServingChat": "",
+    "OpenAIServingChatBatch": "_{}",
+    "OpenAIServingCompletion": "-{}",
+    "ServingTokens": "",
+}
+# Routes that sample tokens and whose answers have no place for a receipt: the sink has it, by request id.
+SINK_ONLY = {"OpenAIServingResponses": "_{}", "AnthropicServingMessages": ""}
 
 
 def admission_of(request: Any) -> Admission | None:
@@ -68,7 +85,7 @@ def validate_request(served: ServedRevisions, serving: Any, request: Any) -> Non
     Raises:
         EpochlessError: as ``PublicationService.resolve``; InvalidRequestError names the field.
     """
-    check_options(request)
+    attest_level(served, serving, request, check_options(request))
     resolve_request(served, serving, request)
 
 
@@ -78,13 +95,37 @@ def check_options(request: Any) -> RequestOptions | None:
     Raises:
         InvalidRequestError: malformed, or asks for what this release does not serve; names the field.
     """
-    options = parse_request_options(field_of(request, "epochless"))
-    if options is not None and options.attest not in (None, "none") and not _attestation_available:
-        raise InvalidRequestError(
-            f"epochless.attest: {options.attest!r} is not available in this release; use 'none' or leave it out",
-            field="epochless.attest",
+    return parse_request_options(field_of(request, "epochless"))
+
+
+def attest_level(served: ServedRevisions, serving: Any, request: Any, options: RequestOptions | None) -> str:
+    """Return what a request's answer is to carry: ``none``, ``summary`` or ``receipt``.
+
+    Raises:
+        InvalidRequestError: it asks for what its route or its parameters cannot be attested with.
+    """
+    asked = None if options is None else options.attest
+    level = asked or served.service.options.attest
+    route = type(serving).__name__
+    if level == "none" or (asked is None and route not in ID_SUFFIXES and route not in SINK_ONLY):
+        return "none"
+    if served.attestor is None or served.service.options.mixed_rows == "stock":
+        raise _unattestable("this server runs with --epochless-mixed-rows stock, which may sample by another adapter")
+    if route in SINK_ONLY and asked == "receipt":
+        raise _unattestable(
+            "answers of this route carry no receipt; use 'summary' and GET /v1/receipts?request_id=<id of the answer>"
         )
-    return options
+    if route not in ID_SUFFIXES and route not in SINK_ONLY:
+        raise _unattestable("this route does not attest")
+    if getattr(request, "use_beam_search", False):
+        raise _unattestable("beam search keeps tokens by score and draws none")
+    if getattr(request, "echo", False) and getattr(request, "max_tokens", None) == 0:
+        raise _unattestable("a request with echo and max_tokens 0 emits no token")
+    return level
+
+
+def _unattestable(reason: str) -> InvalidRequestError:
+    return InvalidRequestError(f"epochless.attest: {reason}; or send 'none'", field="epochless.attest")
 
 
 def resolve_request(served: ServedRevisions, serving: Any, request: Any) -> Publication | None:
@@ -115,11 +156,23 @@ def admit(served: ServedRevisions, serving: Any, request: Any) -> Any:
     try:
         publication = resolve_request(served, serving, request)
         options = check_options(request)
+        level = attest_level(served, serving, request, options)
     except EpochlessError as error:
         metrics.count_admission(error.code)
         raise
     lora_request = None if publication is None else served.service.lora_request(publication)
     admission = Admission(publication, lora_request, served, options, restartable=late_arrivals.may_restart())
+    route = type(serving).__name__
+    admission.id_suffix = ID_SUFFIXES.get(route, SINK_ONLY.get(route, ""))
+    if level != "none":
+        assert served.attestor is not None  # attest_level refused otherwise
+        admission.receipts = RequestReceipts(
+            attestor=served.attestor,
+            level=level,
+            streamed=bool(getattr(request, "stream", False)),
+            entry=revision_entry(publication, served.service.base_digest),
+            lora_int_id=0 if publication is None else publication.lora_int_id,
+        )
     _admissions.set(request, admission)
     late_arrivals.current_admission.set(admission)
     metrics.count_admission("base" if publication is None else "revision")
@@ -142,6 +195,7 @@ def install() -> None:
         raise SeamError("PoolingBaseServing has no _check_model of its own", target="PoolingBaseServing._check_model")
     error_responses.install()
     served_models.install()
+    response_receipts.install()  # inside the watch for late arrivals: a request that never ran has no receipt
     late_arrivals.install()
     readmission.install()
     tokens_in.install()

@@ -13,7 +13,9 @@ from typing import Any
 
 from epochless_vllm.durable import FileLock
 from epochless_vllm.errors import ConfigurationError, SeamError
+from epochless_vllm.plugin.logs import logger
 from epochless_vllm.plugin.options import KEY, Options, options_of, parse_options
+from epochless_vllm.plugin.signer import ensure_key, key_path
 from epochless_vllm.store.base_model import BaseSettings, compute_base_digest
 
 # "<owner's process id>:<epoch>"; children inherit it, and a process that finds its own id is an owner itself.
@@ -110,6 +112,8 @@ def begin_deployment(config: Any, options: Options) -> None:
     complete = {**options.encode(), "base_digest": base_digest}
     config.additional_config = {**config.additional_config, KEY: parse_options(complete).encode()}
     if owns:
+        signer = ensure_key(options)
+        logger.info("receipts are signed with %s by key %s", key_path(options), signer.keyid)
         os.environ[EPOCH_VARIABLE] = f"{os.getpid()}:{_begin_epoch(store)}"
 
 

@@ -11,13 +11,21 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from epochless_vllm.errors import ConfigurationError
+from epochless_vllm.errors import ConfigurationError, InvalidRequestError
+from epochless_vllm.plugin.engine_identity import EngineIdentity, identify_engine
+from epochless_vllm.plugin.local_requests import ASKED, LocalRequest
 from epochless_vllm.plugin.options import options_of
 from epochless_vllm.plugin.ranks import CoreTransport, SyncTransport, Transport
+from epochless_vllm.plugin.receipt_headers import PromptTerms, effective_params, for_choice, revision_entry
+from epochless_vllm.plugin.receipts import ChoiceRecorder
 from epochless_vllm.plugin.service import PublicationService, start_service
+from epochless_vllm.plugin.signer import Ed25519Signer, load_signer
+from epochless_vllm.protocol.names import split_lora_name
+from epochless_vllm.protocol.receipts import Receipt
 from epochless_vllm.publication.coordinator import Draining, Published
 
 _services: weakref.WeakKeyDictionary[Any, PublicationService] = weakref.WeakKeyDictionary()
+_signers: weakref.WeakKeyDictionary[Any, tuple[Ed25519Signer, EngineIdentity]] = weakref.WeakKeyDictionary()
 
 
 def service_of(llm: Any) -> PublicationService:
@@ -26,7 +34,10 @@ def service_of(llm: Any) -> PublicationService:
     Raises:
         ConfigurationError: the LLM was built without Epochless.
     """
-    engine = llm.llm_engine
+    return _service_of_engine(llm.llm_engine)
+
+
+def _service_of_engine(engine: Any) -> PublicationService:
     service = _services.get(engine)
     if service is None:
         if options_of(engine.vllm_config.additional_config) is None:
@@ -76,3 +87,40 @@ def retire(llm: Any, model: str) -> list[Draining]:
     draining = service.retire(model)
     service.pump()
     return draining
+
+
+def receipts(output: Any) -> list[Receipt]:
+    """Return a sealed receipt for each CompletionOutput of a finished RequestOutput, in its order.
+
+    Raises:
+        InvalidRequestError: the output is not finished, is not of an LLM with Epochless, or was asked for in deltas.
+        TokenRowsError, ReceiptError: its rows cannot be attested.
+    """
+    asked: LocalRequest | None = getattr(output, ASKED, None)
+    if asked is None or not output.finished:
+        raise InvalidRequestError(
+            "output: must be a finished RequestOutput of an LLM with Epochless whose output_kind is not DELTA",
+            field="output",
+        )
+    engine = asked.engine
+    service = _service_of_engine(engine)
+    if engine not in _signers:
+        identity = identify_engine(engine.vllm_config, service.base_digest)
+        _signers[engine] = (load_signer(service.options), identity)
+    signer, identity = _signers[engine]
+    publication, lora_int_id = None, 0
+    if asked.lora_request is not None:
+        lora_int_id = asked.lora_request.lora_int_id
+        publication = service.publication_of(lora_int_id, split_lora_name(asked.lora_request.lora_name)[0])
+    params = effective_params(engine, asked.params)
+    terms = PromptTerms(identity, params, asked.material, revision_entry(publication, service.base_digest), lora_int_id)
+    terms.check()
+    header = terms.header(output.prompt_token_ids)
+    sealed = []
+    for choice in output.outputs:
+        recorder = ChoiceRecorder(
+            for_choice(header, choice.index), lora_int_id=lora_int_id, seed=terms.seed, framed=False
+        )
+        recorder.add(choice.token_ids, choice.token_attest)
+        sealed.append(recorder.seal(choice.finish_reason, choice.stop_reason, signer))
+    return sealed

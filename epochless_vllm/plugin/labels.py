@@ -2,8 +2,9 @@
 
 Each chunk and choice carries the revision that wrote its last token; the final chunk and the full choice carry spans
 over all output tokens, half-open, in order. Counts ``token_ids``, so that stop strings, skipped deltas, merged chunks
-and aborts leave no token without a label. What is labelled comes from ``label_tokens`` alone. Dies when upstream labels
-tokens by adapter.
+and aborts leave no token without a label. Labels come from the rows beside the tokens, which say what the step that
+sampled each one ran with; what a request was bound to only names it where it has no token yet. Dies when upstream
+labels tokens by adapter.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import json
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import numpy as np
 from fastapi.responses import JSONResponse
 
-from epochless_vllm.errors import SeamError
+from epochless_vllm.errors import SeamError, TokenRowsError
 from epochless_vllm.plugin import metrics
 from epochless_vllm.plugin.admission import Admission, admission_of
+from epochless_vllm.plugin.response_receipts import annotate
+from epochless_vllm.plugin.token_rows import LORA
 
 
 class Label(NamedTuple):
@@ -34,12 +38,48 @@ def label_of(admission: Admission) -> Label:
     return Label(publication.revision_id, publication.step)
 
 
-def label_tokens(admission: Admission, output: Any) -> Iterable[tuple[Label, int]]:
+def label_of_row(admission: Admission, lora_int_id: int) -> Label:
+    """Return the label of a token that was sampled with an adapter; a step of the request's policy, if it has one.
+
+    Raises:
+        TokenRowsError: nothing was ever published here under that id.
+    """
+    publication, service = admission.publication, admission.served.service
+    if lora_int_id == (0 if publication is None else publication.lora_int_id):
+        return label_of(admission)
+    if lora_int_id == 0:
+        return Label(f"base:{service.base_digest}", None)
+    found = service.publication_of(lora_int_id, None if publication is None else publication.policy)
+    if found is None:
+        raise TokenRowsError(
+            f"a token was sampled with adapter {lora_int_id}, which the journal does not know; "
+            "restart the server, and report this",
+            lora_int_id=lora_int_id,
+        )
+    return Label(found.revision_id, found.step)
+
+
+def label_tokens(admission: Admission, output: Any) -> list[tuple[Label, int]]:
     """Return runs of (label, tokens) over an output's ``token_ids``, in order.
 
-    A request runs on the revision it was admitted with, so there is one run.
+    Raises:
+        TokenRowsError: the output has not one row for each token, or a row names an adapter that nobody published.
     """
-    return ((label_of(admission), len(output.token_ids)),)
+    rows, count = output.token_attest, len(output.token_ids)
+    if (0 if rows is None else len(rows)) != count:
+        raise TokenRowsError(
+            f"{count} tokens came with {0 if rows is None else len(rows)} rows; report this", tokens=count
+        )
+    if count == 0:
+        return []
+    adapters = rows[:, LORA]
+    if count == 1 or (adapters == adapters[0]).all():
+        return [(label_of_row(admission, int(adapters[0])), count)]
+    starts = [0, *(np.flatnonzero(np.diff(adapters)) + 1).tolist()]
+    return [
+        (label_of_row(admission, int(adapters[start])), end - start)
+        for start, end in zip(starts, [*starts[1:], count], strict=True)
+    ]
 
 
 def annotate_choice(self: Any, choice: Any, output: Any, request_output: Any, request: Any) -> None:
@@ -57,7 +97,13 @@ def annotate_choice(self: Any, choice: Any, output: Any, request_output: Any, re
     if output is None:
         choice.weight_version = label_of(admission).version
         return
-    runs = () if _is_echo_only(request) else label_tokens(admission, output)
+    if _is_echo_only(request):
+        runs = []
+    elif getattr(request, "use_beam_search", False):
+        # A beam is chosen by log-probabilities over many short requests, all on the request's one adapter.
+        runs = [(label_of(admission), len(output.token_ids))]
+    else:
+        runs = label_tokens(admission, output)
     streamed = choice is None or type(choice).__name__.endswith("StreamChoice")
     spans: list[dict[str, Any]] = []
     if streamed:
@@ -65,6 +111,8 @@ def annotate_choice(self: Any, choice: Any, output: Any, request_output: Any, re
     extend_spans(spans, runs)
     if choice is None:
         return
+    if admission.receipts is not None:
+        annotate(admission.receipts, choice, output, request_output)
     choice.weight_version = spans[-1]["version"] if spans else label_of(admission).version
     if not streamed or output.finish_reason is not None:
         choice.weight_versions = spans

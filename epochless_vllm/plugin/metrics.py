@@ -44,6 +44,9 @@ class Series:
         self.retirements = Counter("epochless:retirements", "Revisions whose retirement began.", **target)
         self.late = Counter("epochless:late_arrivals", "Requests that reached a retired revision.", outcome, **target)
         self.tokens = Counter("epochless:labelled_tokens", "Output tokens by their label.", ("kind",), **target)
+        self.receipts = Counter(
+            "epochless:receipts", "Receipts kept, dropped for room or age, or failed.", outcome, **target
+        )
         self.revisions = Gauge("epochless:revisions", "Held (policy, revision) pairs by status.", ("status",), **live)
         self.policies = Gauge("epochless:policies", "Policies that hold a revision.", **live)
         self.sequence = Gauge("epochless:sequence", "Sequence of the last committed publication.", **live)
@@ -90,6 +93,11 @@ def count_tokens(kind: str, number: int) -> None:
 @lru_cache(maxsize=2)
 def _tokens(kind: str) -> Any:
     return series().tokens.labels(kind)
+
+
+def count_receipt(outcome: str, number: int = 1) -> None:
+    """Count receipts: ``kept``, ``dropped`` from the sink by size or age, or ``failed``."""
+    series().receipts.labels(outcome).inc(number)
 
 
 def observe_state(state: State) -> None:

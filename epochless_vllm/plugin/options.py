@@ -18,6 +18,8 @@ ATTEST = ("none", "summary", "receipt")
 MIXED_ROWS = ("grouped", "stock")
 BASE_DIGEST = ("full", "fast")
 DEFAULT_KEEP = 4
+DEFAULT_RECEIPTS_BYTES = 1 << 30
+DEFAULT_RECEIPTS_AGE_S = 7 * 24 * 3600
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Options:
         import_root: directory that adapters given by path must be in; None allows any path.
         require_revision: refuse requests that name the base model.
         signing_key: file of the Ed25519 private key; None makes one in the store.
+        receipts_bytes: receipts kept for ``GET /v1/receipts``, in bytes of all together; 0 keeps none.
+        receipts_age: seconds after which a kept receipt is dropped.
         mixed_rows: ``grouped`` or ``stock`` LoRA operations on CPU.
         base_digest_mode: ``full`` hashes every weight byte, ``fast`` a sample per shard.
         base_digest: filled in at start; never an option of the user's.
@@ -42,6 +46,8 @@ class Options:
     import_root: str | None = None
     require_revision: bool = False
     signing_key: str | None = None
+    receipts_bytes: int = DEFAULT_RECEIPTS_BYTES
+    receipts_age: int = DEFAULT_RECEIPTS_AGE_S
     mixed_rows: str = "grouped"
     base_digest_mode: str = "full"
     base_digest: str | None = None
@@ -75,6 +81,13 @@ def parse_options(value: object) -> Options:
         raise _refusal("import_root", f"{import_root} is not a directory")
     if type(value.get("require_revision", False)) is not bool:
         raise _refusal("require_revision", "must be true or false")
+    for key, least in (("receipts_bytes", 0), ("receipts_age", 1)):
+        if key in value and (type(value[key]) is not int or not least <= value[key] < 1 << 53):
+            raise _refusal(key, f"must be an integer of at least {least}")
+    if value.get("signing_key") is not None and (not isinstance(value["signing_key"], str) or not value["signing_key"]):
+        raise _refusal("signing_key", "name the file of an Ed25519 private key in PEM")
+    if value.get("attest", "none") != "none" and value.get("mixed_rows") == "stock":
+        raise _refusal("attest", "not with --epochless-mixed-rows stock, which may sample base rows by an adapter")
     return Options(**{**value, "store": str(Path(value["store"]).absolute())})
 
 
@@ -104,6 +117,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="Refuse requests that name the base model.",
     )
     group.add_argument("--epochless-signing-key", metavar="FILE", help="Ed25519 private key (PEM) for receipts.")
+    group.add_argument("--epochless-receipts-bytes", type=int, metavar="N", help="Receipts kept, in bytes (1 GiB).")
+    group.add_argument("--epochless-receipts-age", type=int, metavar="SECONDS", help="... and for how long (7 days).")
     group.add_argument("--epochless-mixed-rows", choices=MIXED_ROWS, help="LoRA operations on CPU (default grouped).")
     group.add_argument(
         "--epochless-base-digest", choices=BASE_DIGEST, help="Hash all weight bytes, or a sample (default full)."
@@ -123,6 +138,8 @@ def fold_flags(args: argparse.Namespace) -> None:
         "import_root": getattr(args, "epochless_import_root", None),
         "require_revision": getattr(args, "epochless_require_revision", None) or None,
         "signing_key": getattr(args, "epochless_signing_key", None),
+        "receipts_bytes": getattr(args, "epochless_receipts_bytes", None),
+        "receipts_age": getattr(args, "epochless_receipts_age", None),
         "mixed_rows": getattr(args, "epochless_mixed_rows", None),
         "base_digest_mode": getattr(args, "epochless_base_digest", None),
     }

@@ -17,6 +17,7 @@ from epochless_vllm.errors import EpochlessError, SeamError
 from epochless_vllm.plugin.error_responses import error_response
 from epochless_vllm.plugin.late_arrivals import LateArrivalSignal, current_admission, restarts_left
 from epochless_vllm.plugin.request_fields import keep_fields
+from epochless_vllm.plugin.response_receipts import conclude, settle
 from epochless_vllm.wire import ErrorEvent
 
 
@@ -57,14 +58,24 @@ def readmitting(handler: Callable[..., Awaitable[Any]], manner: Manner = ORDINAR
 
     @functools.wraps(handler)
     async def handle(self: Any, request: Any, raw_request: Any = None) -> Any:
+        async def run() -> Any:
+            result = await handler(self, request, raw_request)
+            admission = current_admission.get()
+            if admission is None or admission.receipts is None:
+                return result
+            if isinstance(result, AsyncGenerator):
+                return conclude(result, admission.receipts)
+            await settle(admission.receipts)
+            return result
+
         async def again() -> Any:
             restarts_left.set(0)
-            return await handler(self, request, raw_request)
+            return await run()
 
         await keep_fields(request, raw_request)
         restarts_left.set(manner.restarts(request))
         try:
-            result = await handler(self, request, raw_request)
+            result = await run()
         except LateArrivalSignal:
             return await again()
         admission = current_admission.get()

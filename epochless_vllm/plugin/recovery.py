@@ -16,6 +16,7 @@ from epochless_vllm.errors import SeamError
 from epochless_vllm.plugin.activation import guard_executor
 from epochless_vllm.plugin.block_keys import set_base_digest
 from epochless_vllm.plugin.core import GATE, RevisionGate, refresh_gate
+from epochless_vllm.plugin.failed_rows import guard_sampling
 from epochless_vllm.plugin.logs import logger
 from epochless_vllm.plugin.options import Options, options_of
 from epochless_vllm.plugin.ranks import CoreTransport, EngineRanks
@@ -62,6 +63,7 @@ def prepare_core(core: Any, vllm_config: Any, options: Options) -> None:
     set_base_digest(options.base_digest)
     setattr(core, GATE, RevisionGate())
     guard_executor(core)
+    guard_sampling(core)
     store = RevisionStore(Path(options.store))
     journal = Journal(Path(options.store) / "journal.sqlite")
     ranks = EngineRanks(CoreTransport(core), vllm_config, store)

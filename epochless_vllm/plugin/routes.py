@@ -24,6 +24,7 @@ from epochless_vllm.errors import (
 from epochless_vllm.plugin.authentication import ApiKeys, keys_of
 from epochless_vllm.plugin.error_responses import add_handler
 from epochless_vllm.plugin.options import options_of
+from epochless_vllm.plugin.receipt_routes import list_receipts, read_key, read_receipt
 from epochless_vllm.plugin.served_models import ServedRevisions, revisions_of
 from epochless_vllm.plugin.uploads import receive_upload
 from epochless_vllm.protocol.names import parse_policy, parse_step
@@ -132,11 +133,6 @@ async def weight_info(request: Request) -> JSONResponse:
     return JSONResponse(reply.model_dump())
 
 
-async def read_receipt(request: Request, receipt_id: str) -> JSONResponse:
-    """Refuse: no receipt was ever written under that id."""
-    raise UnknownRevisionError(f"receipt {receipt_id[:80]}: does not exist here", receipt=receipt_id[:80])
-
-
 def publish_reply(published: Published) -> PublishReply:
     """Return the body of a committed publication."""
     publication = published.publication
@@ -226,6 +222,8 @@ def make_router(keys: ApiKeys) -> APIRouter:
     router.delete("/v1/policies/{rest:path}")(retire_revision)
     for path in ("/weight_info", "/get_weight_version"):
         router.get(path)(weight_info)
+    router.get("/v1/receipts")(list_receipts)
+    router.get("/v1/receipts/key")(read_key)
     router.get("/v1/receipts/{receipt_id}")(read_receipt)
     return router
 

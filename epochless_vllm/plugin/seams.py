@@ -23,8 +23,11 @@ def install_seams(options: Options) -> None:
         return
     from epochless_vllm.plugin import (
         admission,
+        attestation,
         block_keys,
         core,
+        draw_keys,
+        failed_rows,
         labels,
         local_requests,
         metrics,
@@ -36,7 +39,8 @@ def install_seams(options: Options) -> None:
     )
 
     check_patch()
-    for seam in (worker, slots, block_keys, core, local_requests, recovery, admission, routes, labels, metrics):
+    in_engine = (worker, slots, block_keys, core, draw_keys, attestation, failed_rows, local_requests, recovery)
+    for seam in (*in_engine, admission, routes, labels, metrics):
         seam.install()
     punica.install(options)
     _installed = True

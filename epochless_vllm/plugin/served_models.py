@@ -18,6 +18,7 @@ from epochless_vllm.plugin.logs import logger
 from epochless_vllm.plugin.options import options_of
 from epochless_vllm.plugin.publisher import Publisher
 from epochless_vllm.plugin.ranks import AsyncTransport
+from epochless_vllm.plugin.response_receipts import Attestor, make_attestor
 from epochless_vllm.plugin.service import PublicationService, start_service
 from epochless_vllm.protocol.names import split_versioned
 from epochless_vllm.protocol.publication import State, Status
@@ -33,10 +34,17 @@ class ServedRevisions(Mapping[str, Any]):
     Attributes:
         service: what resolves.
         modalities: policies that serve base-model chats with content of that type.
+        attestor: what makes receipts; None where rows cannot be attested.
     """
 
-    def __init__(self, service: PublicationService, modalities: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        service: PublicationService,
+        modalities: frozenset[str] = frozenset(),
+        attestor: Attestor | None = None,
+    ) -> None:
         self.service = service
+        self.attestor = attestor
         self.modalities = modalities
         self.publisher = Publisher(service)
 
@@ -84,7 +92,8 @@ def begin_serving(models: Any) -> None:
     names = frozenset(path.name for path in models.base_model_paths)
     service = start_service(client.vllm_config, transport, names)
     modalities = frozenset(client.vllm_config.lora_config.default_mm_loras or ())
-    models.lora_requests = ServedRevisions(service, modalities)
+    attestor = make_attestor(client.vllm_config, service.options, service.base_digest)
+    models.lora_requests = ServedRevisions(service, modalities, attestor)
     metrics.observe_state(service.state())
 
 

@@ -59,6 +59,8 @@ class PublicationService:
         self._resolved: dict[str, Publication] = {}
         self._resolved_state: State | None = None
         self._requests: dict[str, Any] = {}
+        self._by_adapter: dict[int, Publication] = {}
+        self._indexed = 0
 
     def state(self) -> State:
         """Return the committed state as of now. Owning thread only."""
@@ -102,6 +104,21 @@ class PublicationService:
                 "model: this server requires a revision; name a policy, policy@sha256:<hex> or policy-v<step>",
                 field="model",
             )
+
+    def publication_of(self, lora_int_id: int, policy: str | None) -> Publication | None:
+        """Return the latest publication under an engine id, retired ones included; ``policy``'s own if it has one.
+
+        Owning thread only.
+        """
+        publications = self.view.current().publications
+        for sequence in range(self._indexed + 1, len(publications) + 1):
+            self._by_adapter[publications[sequence].lora_int_id] = publications[sequence]
+        self._indexed = len(publications)
+        latest = self._by_adapter.get(lora_int_id)
+        if latest is None or policy is None:
+            return latest
+        own = publications.of_revision(policy, latest.revision_id)
+        return own if own is not None and own.lora_int_id == lora_int_id else latest
 
     def lora_request(self, publication: Publication) -> Any:
         """Return the engine's request for a publication; the same object for the same revision and policy."""

@@ -71,6 +71,14 @@ def sample_rows_torch(
     return token_B.where(usable_B, 0), torch.stack([*record_RB, status_B], dim=1)
 
 
+def kept_tokens(logits_BV: Tensor, parameters_BP: NDArray[np.int64]) -> Tensor:
+    """Return which tokens the sampler of each row may draw, ``[B, V]`` bool, for rows that are not greedy."""
+    columns_PB = torch.as_tensor(np.ascontiguousarray(parameters_BP.T), device=logits_BV.device)
+    usable_B1 = (row_statuses(logits_BV) == OK)[:, None]
+    logits_BV = torch.where(usable_B1, logits_BV, 0.0)
+    return _kept_tokens(logits_BV, row_weights(logits_BV, columns_PB), columns_PB)
+
+
 def row_statuses(logits_BV: Tensor) -> Tensor:
     """Return OK, NON_FINITE or ALL_MASKED for each row, ``[B]`` int64."""
     peak_B = logits_BV.amax(dim=1)  # a NaN is the greatest

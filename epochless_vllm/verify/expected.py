@@ -64,7 +64,7 @@ class Expected:
         """Return these expectations with the response's claims about the header's choice in their fields."""
         if self.response is None:
             return self
-        claims = read_response(self.response, header.choice_index)
+        claims = read_response(self.response, header.choice_index, header.prompt_index)
         return replace(
             self,
             claims=claims,

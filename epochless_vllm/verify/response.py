@@ -1,12 +1,10 @@
 """Reads what an OpenAI-style response says about a choice, so that a receipt can be held against it.
 
-The response is untrusted and not canonical: numbers with a fraction are read as decimals, never as floats. Text is
-not compared: that needs the tokenizer. Knows only the fields it compares.
+Text is not compared: that needs the tokenizer. Knows only the fields it compares; answer.py reads the bytes.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Context, Decimal, localcontext
@@ -15,8 +13,8 @@ from typing import Any
 from epochless_vllm.errors import ReceiptError
 from epochless_vllm.protocol.columns import WORD
 from epochless_vllm.protocol.shapes import read_integer, read_list
+from epochless_vllm.verify.answer import read_choices, refusal
 
-MAX_RESPONSE_BYTES = 64 << 20
 LOGPROB_TOLERANCE = Decimal("0.00001")  # a float32 of the largest magnitude, 22.2 nats, is within 1e-6
 
 
@@ -35,21 +33,23 @@ class ResponseClaims:
     receipt_id: str | None
 
 
-def read_response(payload: bytes, choice_index: int) -> ResponseClaims:
-    """Return the claims of the choice with that ``index``.
+def read_response(payload: bytes, choice_index: int, prompt_index: int = 0) -> ResponseClaims:
+    """Return the claims of a prompt's choice.
+
+    A choice that says which one it is (``epochless.prompt_index`` and ``choice_index``) is taken at its word, the
+    others by their ``index``, which counts the choices of all prompts.
 
     Raises:
         ReceiptError: the bytes are no response, or have no such choice.
     """
-    choices = _parse(payload).get("choices")
-    if not isinstance(choices, list):
-        raise _refusal("no choices")
-    indices = [item.get("index") if isinstance(item, dict) else None for item in choices]
-    matching = [
-        item for item, index in zip(choices, indices, strict=True) if type(index) is int and index == choice_index
-    ]
+    choices = read_choices(payload)
+    named = [item for item in choices if _place(item) is not None]
+    if named:
+        matching = [item for item in named if _place(item) == (prompt_index, choice_index)]
+    else:
+        matching = [item for item in choices if type(item.get("index")) is int and item["index"] == choice_index]
     if len(matching) != 1:
-        raise _refusal(f"{len(matching)} choices have index {choice_index}")
+        raise refusal(f"{len(matching)} choices are number {choice_index} of prompt {prompt_index}")
     choice = matching[0]
     extension = choice.get("epochless")
     if not isinstance(extension, dict):
@@ -59,7 +59,7 @@ def read_response(payload: bytes, choice_index: int) -> ResponseClaims:
         finish_reason=_text(choice, "finish_reason"),
         weight_versions=_optional(choice, "weight_versions", _version),
         logprobs=_optional(extension, "logprobs", _decimal),
-        receipt_id=_text(extension, "receipt_id"),
+        receipt_id=_text(extension, "id"),
     )
 
 
@@ -78,24 +78,12 @@ def compare_logprobs(expected: Sequence[Decimal], width_less_one: Sequence[int],
                 )
 
 
-def _parse(payload: bytes) -> dict[str, Any]:
-    if len(payload) > MAX_RESPONSE_BYTES:
-        raise _refusal("too large")
-    try:
-        value = json.loads(payload.decode("utf-8"), parse_float=Decimal, parse_constant=_refuse_constant)
-    except (ValueError, ArithmeticError, RecursionError) as error:  # ArithmeticError: an exponent beyond decimal's
-        raise _refusal("not UTF-8 JSON") from error
-    if not isinstance(value, dict):
-        raise _refusal("not an object")
-    return value
-
-
-def _refuse_constant(text: str) -> Any:
-    raise _refusal(f"{text} is no number")
-
-
-def _refusal(detail: str) -> ReceiptError:
-    return ReceiptError(f"the response cannot be read: {detail}", threat="response_form")
+def _place(choice: dict[str, Any]) -> tuple[int, int] | None:
+    extension = choice.get("epochless")
+    if not isinstance(extension, dict):
+        return None
+    place = extension.get("prompt_index"), extension.get("choice_index")
+    return place if type(place[0]) is int and type(place[1]) is int else None
 
 
 def _optional(source: dict[str, Any], name: str, read: Any) -> Any:
@@ -106,7 +94,7 @@ def _optional(source: dict[str, Any], name: str, read: Any) -> Any:
 def _text(source: dict[str, Any], name: str) -> str | None:
     value = source.get(name)
     if value is not None and not isinstance(value, str):
-        raise _refusal(f"{name} is not a string")
+        raise refusal(f"{name} is not a string")
     return value
 
 
@@ -116,11 +104,11 @@ def _token(value: Any) -> int:
 
 def _decimal(value: Any) -> Decimal:
     if type(value) is not int and not isinstance(value, Decimal):
-        raise _refusal("a log-probability that is not a number")
+        raise refusal("a log-probability that is not a number")
     return Decimal(value)
 
 
 def _version(value: Any) -> tuple[str, int, int]:
     if not isinstance(value, dict) or not isinstance(value.get("version"), str):
-        raise _refusal("a weight version without its name")
+        raise refusal("a weight version without its name")
     return value["version"], read_integer(value.get("start"), "start"), read_integer(value.get("end"), "end")

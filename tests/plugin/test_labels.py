@@ -8,12 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from epochless_vllm.errors import TokenRowsError
 from epochless_vllm.plugin import labels
-from epochless_vllm.plugin.admission import admit
+from epochless_vllm.plugin.admission import admission_of, admit
 from epochless_vllm.plugin.labels import Label, annotate_choice, extend_spans
 from tests.adapters import make_adapter
 from tests.plugin.front_end import BASE, BASE_DIGEST, FrontEnd, run_front_end
@@ -39,11 +41,22 @@ def full_choice() -> Any:
     return CompletionResponseChoice(index=0, text="")
 
 
-def completion(count: int, *, index: int = 0, finish: str | None = None) -> Any:
-    return SimpleNamespace(index=index, token_ids=list(range(count)), finish_reason=finish)
+def rows_of(adapters: list[int]) -> Any:
+    """Rows as the engine sends them: the adapter's id first."""
+    return np.array([[adapter, 0, 1 << 32, 1, 0] for adapter in adapters], dtype=np.int64)
+
+
+def completion(count: int, *, index: int = 0, finish: str | None = None, adapters: list[int] | None = None) -> Any:
+    """An output of the engine; without ``adapters`` its tokens are of what its request is bound to."""
+    rows = None if adapters is None else rows_of(adapters)
+    return SimpleNamespace(index=index, token_ids=list(range(count)), finish_reason=finish, token_attest=rows)
 
 
 def annotate(choice: Any, output: Any, request: Any, prompt: str = "cmpl-0") -> Any:
+    admission = admission_of(request)
+    if output is not None and output.token_attest is None and output.token_ids and admission is not None:
+        bound = admission.lora_request.lora_int_id if admission.lora_request else 0
+        output.token_attest = rows_of([bound] * len(output.token_ids))
     annotate_choice(None, choice, output, SimpleNamespace(request_id=prompt), request)
     return choice
 
@@ -186,6 +199,51 @@ def test_the_same_content_under_another_step_is_labelled_with_the_step_of_admiss
         assert steps == {"policy": 3, "policy-v1": 1}
 
     run_front_end(tmp_path / "store", body)
+
+
+def test_labels_are_what_the_rows_say_not_what_the_request_was_bound_to(tmp_path: Path) -> None:
+    """Tokens of three revisions and the base in one output; the step is the request's policy's own."""
+
+    async def body(front: FrontEnd) -> None:
+        published = {}
+        for step, policy in enumerate(("policy", "policy", "other"), start=1):
+            adapter = make_adapter(tmp_path / str(step), seed=step)
+            published[step] = (await front.served.publisher.publish_directory(str(adapter), policy, step)).publication
+        request = Request("policy")
+        admit(front.served, SimpleNamespace(), request)
+        adapters = [published[step].lora_int_id for step in (1, 1, 2, 3)] + [0, 0]
+        choice = annotate(full_choice(), completion(6, finish="stop", adapters=adapters), request)
+        steps = [(s["version"], s["step"], s["start"], s["end"]) for s in choice.weight_versions]
+        assert steps == [
+            (published[1].revision_id, 1, 0, 2),
+            (published[2].revision_id, 2, 2, 3),
+            (published[3].revision_id, 3, 3, 4),
+            (f"base:{BASE_DIGEST}", None, 4, 6),
+        ]
+        assert choice.weight_version == f"base:{BASE_DIGEST}"
+
+    run_front_end(tmp_path / "store", body)
+
+
+@pytest.mark.parametrize("adapters", [[4242], [], [1, 1]])
+def test_a_row_of_an_unknown_adapter_or_a_missing_row_is_an_error_of_that_response(
+    tmp_path: Path, adapters: list[int]
+) -> None:
+    def scenario(request: Request, version: str) -> None:
+        with pytest.raises(TokenRowsError, match="report this"):
+            annotate(full_choice(), completion(1, finish="stop", adapters=adapters), request)
+
+    on_policy(tmp_path, scenario)
+
+
+def test_a_beam_is_labelled_by_what_its_request_was_bound_to(tmp_path: Path) -> None:
+    def scenario(request: Request, version: str) -> None:
+        request.use_beam_search = True  # type: ignore[attr-defined]
+        choice = full_choice()
+        annotate_choice(None, choice, completion(4, finish="stop"), SimpleNamespace(request_id="cmpl-0"), request)
+        assert choice.weight_versions == span(version, 4)
+
+    on_policy(tmp_path, scenario)
 
 
 def test_installing_twice_keeps_one_wrapper() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,48 @@ def test_revisions_in_one_batch_keep_their_own_rows(llm: Any, publish: Callable[
     ids = [start(llm, PROMPT, lora, 20, salt="mixed") for lora in loras]
     outputs = finish(llm)
     assert [tokens_of(outputs[i]) for i in ids] == [tokens_of(output) for output in alone]
+
+
+def test_both_ranks_draw_the_same_tokens_and_their_rows_name_the_revision(
+    llm: Any, publish: Callable[..., Any], root: Path
+) -> None:
+    """Every rank samples for itself: a draw that differed would part their sequences without a sign."""
+    from vllm import SamplingParams
+
+    from epochless_vllm.plugin.token_rows import LORA, W
+
+    _, lora = publish(root / "a", "drawn")
+    engine = llm.llm_engine
+    core = engine.engine_core.engine_core
+
+    def run(neighbours: int) -> Any:
+        for number in range(neighbours):
+            params = SamplingParams(max_tokens=6 + number, ignore_eos=True, top_p=0.9)
+            engine.add_request(f"neighbour-{neighbours}-{number}", {"prompt": PROMPT}, params)
+        params = SamplingParams(seed=17, max_tokens=24, ignore_eos=True, logprobs=0)
+        name = f"drawn-{neighbours}"
+        engine.add_request(name, {"prompt": PROMPT, "cache_salt": "drawn"}, params, lora_request=lora)
+        emitted: list[Any] = []
+        actions = {10: lambda: emitted.extend(core.collective_rpc(_emitted_tokens))}
+        output = finish(llm, actions)[name].outputs[0]
+        assert len(emitted) == 2
+        assert emitted[0] == emitted[1]
+        (own,) = [tokens for request_id, tokens in emitted[0].items() if request_id.startswith(name)]
+        assert own == list(output.token_ids)[: len(own)]
+        assert len(own) > 4
+        return output
+
+    run(0)  # fills the prefix cache
+    alone, mixed = run(0), run(5)
+    assert list(mixed.token_ids) == list(alone.token_ids)
+    for output in (alone, mixed):
+        assert output.token_attest[:, LORA].tolist() == [lora.lora_int_id] * 24
+        for token, row, values in zip(output.token_ids, output.token_attest, output.logprobs, strict=True):
+            assert values[token].logprob == pytest.approx(math.log(row[W] / 2**32), abs=4e-4)
+
+
+def _emitted_tokens(worker: Any) -> dict[str, list[int]]:
+    return {name: list(state.output_token_ids) for name, state in worker.model_runner.requests.items()}
 
 
 def test_a_wrong_shard_on_one_rank_is_found_before_its_first_step(

@@ -161,7 +161,7 @@ def response(name: str, **changes: Any) -> bytes:
             for s in receipt.final.sampling
         ],
         "epochless": {
-            "receipt_id": receipt.receipt_id,
+            "id": receipt.receipt_id,
             "logprobs": [
                 float((Decimal(most + 1) / ONE).ln()) for block in receipt.blocks for most in block.width_less_one
             ],
@@ -183,7 +183,7 @@ def test_response_beside_its_receipt_is_accepted(name: str) -> None:
         ({"token_ids": [1, 2]}, "token_swapped"),
         ({"finish_reason": "stop"}, "finish_mismatch"),
         ({"weight_versions": [{"version": "base:x", "start": 0, "end": 150}]}, "revision_mismatch"),
-        ({"epochless": {"receipt_id": named_digest("x")}}, "receipt_id"),
+        ({"epochless": {"id": named_digest("x")}}, "receipt_id"),
         ({"epochless": {"logprobs": [-0.5] * 150}}, "logprob_mismatch"),
         ({"epochless": {"logprobs": [-0.5]}}, "logprob_mismatch"),
         ({"epochless": {"logprobs": [10**400] * 150}}, "logprob_mismatch"),
