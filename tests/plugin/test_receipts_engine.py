@@ -1,4 +1,4 @@
-"""Receipts on a real server of two API server processes, verified as a user would: `epochless verify` on saved bytes."""
+"""Receipts on a real server of two API server processes, verified with `epochless verify` from files."""
 
 from __future__ import annotations
 
