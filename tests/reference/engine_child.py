@@ -165,6 +165,42 @@ def _write_receipt(header: Header, rows: dict[int, list[int]], folder: Path, nam
     return str(path)
 
 
+def attest(llm: Any, plan: dict[str, Any], lora: Any, folder: Path) -> list[dict[str, Any]]:
+    """Generate the plan's attested requests in one batch, base and adapter together, and write their own receipts.
+
+    A request is ``prompt``, ``parameters`` of SamplingParams and ``adapted``; ``choice`` is a grammar's only words.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    from epochless_vllm.plugin.engine import receipts
+
+    requests = plan["attested"]
+    parameters = []
+    for each in requests:
+        fields = dict(each["parameters"])
+        if "choice" in each:
+            fields["structured_outputs"] = StructuredOutputsParams(choice=each["choice"])
+        fields["logit_bias"] = {int(token): bias for token, bias in fields.pop("logit_bias", {}).items()} or None
+        parameters.append(SamplingParams(**fields))
+    outputs = llm.generate(
+        [{"prompt_token_ids": each["prompt"]} for each in requests],
+        parameters,
+        lora_request=[lora if each["adapted"] else None for each in requests],
+        use_tqdm=False,
+    )
+    written = []
+    for number, (request, output) in enumerate(zip(requests, outputs, strict=True)):
+        files = []
+        for choice, receipt in enumerate(receipts(output)):
+            path = folder / f"{plan['name']}-attested-{number}-{choice}.receipt"
+            path.write_bytes(encode_compact(receipt))
+            files.append(str(path))
+        tokens = [list(choice.token_ids) for choice in output.outputs]
+        written.append({**request, "receipts": files, "tokens": tokens})
+    return written
+
+
 def run(plan: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return everything a plan asks for."""
     from vllm.v1.outputs import SamplerOutput
@@ -178,6 +214,8 @@ def run(plan: dict[str, Any], folder: Path) -> dict[str, Any]:
         if plan["prompts"]:
             result["greedy"][name] = generate_greedy(llm, plan["prompts"], which, plan["tokens"])
     result["recorded"] = record(llm, plan, folder)
+    if plan["attested"]:
+        result["attested"] = attest(llm, plan, lora, folder)
     return result
 
 
@@ -206,7 +244,7 @@ def make_plan(name: str, model: Path, adapter: Path, **fields: Any) -> dict[str,
     """Return a plan that asks for nothing; ``fields`` fill it."""
     return {
         "name": name, "model": str(model), "adapter": str(adapter), "dtype": "float32", "epochless": False,
-        "stock": False, "prompts": [], "tokens": 0, "recorded": [], "batch": 32, "vocab": 258, **fields,
+        "stock": False, "prompts": [], "tokens": 0, "recorded": [], "attested": [], "batch": 32, "vocab": 258, **fields,
     }  # fmt: skip
 
 
