@@ -5,7 +5,10 @@
 A trained byte-level Llama with a trained adapter, served by vLLM on the CPU in float32 and in bfloat16. The engine's
 own logits make honest receipts and dishonest ones: each cheat is really computed, and the receipt claims the honest
 setting. Every receipt is audited with the default tolerance of its dtype; a cheat's figure is the shortest opening of a
-response at which the audit refuses it. Engines run in processes of their own; the whole takes some ten minutes.
+response at which the audit refuses it. ``together`` is for what no single response gives away: half of the honest
+responses say what rounding makes here, the mean error allowed is a twentieth above it, and the figure is how many
+tokens of successive responses it takes; the other half must pass. Engines run in processes of their own; the whole
+takes some ten minutes.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import platform
 import shutil
 import statistics
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +34,7 @@ from epochless_vllm.reference.weights import locate_tensors, read_tensor  # noqa
 from epochless_vllm.store.revisions import RevisionStore  # noqa: E402
 from epochless_vllm.verify.findings import WINDOW, summarise  # noqa: E402
 from epochless_vllm.verify.receipt import verify_receipt  # noqa: E402
-from epochless_vllm.verify.replay import TOLERANCES, Auditor  # noqa: E402
+from epochless_vllm.verify.replay import Auditor  # noqa: E402
 from tests.reference.engine_child import make_plan, start  # noqa: E402
 from tests.reference.trained import prompts, train  # noqa: E402
 from tests.verify.replay_factory import base_of  # noqa: E402
@@ -46,6 +50,7 @@ HONEST_SAMPLERS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.6, "min_p": 0.05},
 )
 MISSING = "model.layers.1.self_attn.q_proj"
+DTYPES = ("float32", "bfloat16")
 LENGTH = 400  # tokens of a response
 
 
@@ -133,15 +138,32 @@ def tokens_to_refusal(receipt: Any, auditor: Auditor, results: dict[int, RowResu
     return refused_at
 
 
+def tokens_together(auditor: Auditor, drift: float, responses: list[dict[int, RowResult]]) -> int | None:
+    """Return how many tokens of successive responses it takes for their mean error to pass what is allowed."""
+    total, rows, tokens = 0.0, 0, 0
+    allowed = replace(auditor.tolerance, drift=drift)
+    for results in responses:
+        for at in sorted(results):
+            tokens += 1
+            error = results[at].error
+            if error is not None:
+                total, rows = total + error**2, rows + 1
+            if results[at].fault is not None or (rows >= WINDOW and (total / rows) ** 0.5 > allowed.drift_of(rows)):
+                return tokens
+    return None
+
+
+def root_mean_square(responses: list[dict[int, RowResult]]) -> float:
+    errors = [row.error for results in responses for row in results.values() if row.error is not None]
+    return float(np.sqrt(np.mean(np.square(errors))))
+
+
 def measure(dtype: str, quick: bool, reuse: bool) -> dict[str, Any]:
     """Return the figures of one dtype."""
     folder = BUILD / "audit"
     plans, base = make_plans(dtype, quick)
     auditor = Auditor(BUILD / "trained" / "model", base, RevisionStore(folder / "store"))
-    by_kind: dict[str, list[Any]] = {}
-    errors: list[float] = []
-    ratios: list[float] = []
-    windows: list[float] = []
+    by_kind: dict[str, list[tuple[Any, dict[int, RowResult]]]] = {}
     for plan in plans:
         saved = folder / f"{plan['name']}-result.json"
         result = json.loads(saved.read_text()) if reuse and saved.exists() else start(plan, folder)
@@ -149,40 +171,36 @@ def measure(dtype: str, quick: bool, reuse: bool) -> dict[str, Any]:
             receipt = verify_receipt(Path(each["receipt"]).read_bytes(), keep_blocks=True)
             results, _ = auditor.compare(receipt, each["prompt"])
             by_kind.setdefault(each["kind"], []).append((receipt, results))
-            if each["kind"] == "honest":
-                told = [row.error for row in results.values() if row.error is not None]
-                windows += [
-                    float(np.sqrt(np.mean(np.square(told[at : at + WINDOW])))) for at in range(0, len(told), WINDOW)
-                ]
-                errors += told
-                ratios += [row.ratio for row in results.values()]
-    honest = [summarise(receipt, auditor.tolerance, results, {}) for receipt, results in by_kind.pop("honest")]
+    honest = by_kind.pop("honest")
+    replays = [summarise(receipt, auditor.tolerance, results, {}) for receipt, results in honest]
+    rows = [results for _, results in honest]
+    own_drift = 1.05 * root_mean_square(rows[::2])
     figures: dict[str, Any] = {
-        "tolerance": {"absolute": auditor.tolerance.absolute, "relative": auditor.tolerance.relative,
-                      "drift": auditor.tolerance.drift},
+        "tolerance": asdict(auditor.tolerance),
         "honest": {
-            "tokens": sum(each.compared for each in honest),
-            "responses": len(honest),
-            "refused": sum(bool(each.faults) for each in honest),
-            "exact": sum(each.exact for each in honest),
-            "membership_flips": sum(each.flips for each in honest),
-            "worst_ratio": max(ratios),
-            "worst_nats": max(each.worst_nats[0] for each in honest),
-            "drift": float(np.sqrt(np.mean(np.square(errors)))),
-            "worst_window": max(windows),
+            "tokens": sum(each.compared for each in replays),
+            "responses": len(replays),
+            "refused": sum(bool(each.faults) for each in replays),
+            "exact": sum(each.exact for each in replays),
+            "membership_flips": sum(each.flips for each in replays),
+            "worst_ratio": max(each.worst_ratio[0] for each in replays),
+            "worst_nats": max(each.worst_nats[0] for each in replays),
+            "drift": root_mean_square(rows),
+            "allowed_together": own_drift,
+            "refused_together": tokens_together(auditor, own_drift, rows[1::2]),
         },
         "cheats": {},
-    }  # fmt: skip
+    }
     for kind, responses in by_kind.items():
         needed = [tokens_to_refusal(receipt, auditor, results) for receipt, results in responses]
         found = sorted(count for count in needed if count is not None)
-        told = [row.error for _, results in responses for row in results.values() if row.error is not None]
         figures["cheats"][kind] = {
             "responses": len(needed),
             "refused": len(found),
             "median_tokens": statistics.median(found) if found else None,
             "most_tokens": found[-1] if found else None,
-            "drift": float(np.sqrt(np.mean(np.square(told)))),
+            "drift": root_mean_square([results for _, results in responses]),
+            "tokens_together": tokens_together(auditor, own_drift, [results for _, results in responses]),
         }
     return figures
 
@@ -195,12 +213,12 @@ def main() -> int:
     arguments = parser.parse_args()
     (BUILD / "audit").mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {"machine": platform.processor() or platform.machine(), "response_tokens": LENGTH}
-    for dtype in ("float32", "bfloat16"):
+    for dtype in DTYPES:
         result[dtype] = measure(dtype, arguments.quick, arguments.reuse)
         print(dtype, json.dumps(result[dtype], indent=1))
     if not arguments.quick:
         RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    return int(any(result[dtype]["honest"]["refused"] for dtype in TOLERANCES if dtype in result))
+    return int(any(result[dtype]["honest"]["refused"] for dtype in DTYPES))
 
 
 if __name__ == "__main__":

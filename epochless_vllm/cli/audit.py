@@ -22,10 +22,12 @@ from epochless_vllm.errors import ConfigurationError, EpochlessError, InvalidReq
 if TYPE_CHECKING:  # both load NumPy or the verifier; a run that only prints its help needs neither
     from epochless_vllm.cli.verify import FoundReceipt
     from epochless_vllm.reference.rows import Tolerance
+    from epochless_vllm.verify.findings import Replay
     from epochless_vllm.verify.replay import Auditor, Progress
     from epochless_vllm.verify.verified import VerifiedReceipt
 
 T = TypeVar("T")
+DRIFT = 0.1  # of a tolerance given without its third number
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -39,8 +41,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="receipts replayed at a time (default 1)")
     parser.add_argument(
         "--tolerance",
-        metavar="A[,R]",
-        help="greatest error of a logit, and per unit of the row's largest; default by the server's dtype",
+        metavar="A[,R[,D]]",
+        help="greatest error of a logit, per unit of the row's largest, and mean over many rows as a share of both; "
+        "default by the server's dtype",
     )
     add_expectations(parser)
 
@@ -88,16 +91,21 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
         result = _attempt(lambda: _audit(auditors[receipt.header.base], receipt, prompts, arguments.sample, advance))
         if isinstance(result, EpochlessError):
             return {"receipt": name, "error": result.describe()}, False
-        return {"receipt": name, **result}, True
+        replays.append(result[1])
+        return {"receipt": name, **result[0]}, True
 
+    replays: list[Replay] = []
     total = sum(_rows(each, arguments.sample) for each in verified.values())
     with progress_bar(total, quiet=output.json) as advance, ThreadPoolExecutor(arguments.jobs) as pool:
         results = list(pool.map(lambda name: audit(name, advance), found))
     refused = sum(not good for _, good in results)
-    output.value({"receipts": [each for each, _ in results], "refused": refused})
+    together = _pool(replays) if len(replays) > 1 else None
+    output.value({"receipts": [each for each, _ in results], "refused": refused, "together": together})
     for each, good in results:
         _print(each, good, output, several=len(results) > 1)
-    return 1 if refused else 0
+    if together is not None:
+        _print_pooled(together, output)
+    return 1 if refused or (together is not None and "error" in together) else 0
 
 
 def open_auditor(model: str, base: str, store: str | None, tolerance: Tolerance | None) -> Auditor:
@@ -130,7 +138,7 @@ def progress_bar(total: int, *, quiet: bool) -> Iterator[Progress]:
 
 def _audit(
     auditor: Auditor, receipt: VerifiedReceipt, prompts: list[list[int]], sample: int | None, advance: Progress
-) -> dict[str, Any]:
+) -> tuple[dict[str, Any], Replay]:
     from epochless_vllm.verify.findings import describe_replay, require_replayed
     from epochless_vllm.verify.verified import describe
 
@@ -138,7 +146,14 @@ def _audit(
     # The server must not know beforehand which tokens will be looked at.
     positions = None if sample is None else random.SystemRandom().sample(range(receipt.tokens), _rows(receipt, sample))
     replay = auditor.replay(receipt, prompt, positions=positions, progress=advance)
-    return describe(require_replayed(replay)) | {"replay": describe_replay(replay)}
+    return describe(require_replayed(replay)) | {"replay": describe_replay(replay)}, replay
+
+
+def _pool(replays: list[Replay]) -> dict[str, Any]:
+    from epochless_vllm.verify.findings import pool_drift
+
+    pooled = _attempt(lambda: pool_drift(replays))
+    return {"error": pooled.describe()} if isinstance(pooled, EpochlessError) else pooled._asdict()
 
 
 def _attempt(work: Callable[[], T]) -> T | EpochlessError:
@@ -166,9 +181,11 @@ def _tolerance(text: str | None) -> Tolerance | None:
         numbers = [float(word) for word in text.split(",")]
     except ValueError:
         numbers = []
-    if len(numbers) not in (1, 2) or not all(0 <= number < 1e3 for number in numbers) or not any(numbers):
-        raise InvalidRequestError(f"tolerance: {text!r} is not A or A,R such as 0.05,0.02", field="tolerance")
-    return Tolerance(numbers[0], numbers[1] if len(numbers) == 2 else 0.0, drift=0.25)
+    if not 1 <= len(numbers) <= 3 or not all(0 <= number < 1e3 for number in numbers) or not any(numbers[:2]):
+        raise InvalidRequestError(
+            f"tolerance: {text!r} is not A, A,R or A,R,D such as 0.05,0.02,0.1", field="tolerance"
+        )
+    return Tolerance(*numbers, *(0.0, DRIFT)[len(numbers) - 1 :])
 
 
 def _print(result: dict[str, Any], good: bool, output: Output, *, several: bool) -> None:
@@ -179,6 +196,16 @@ def _print(result: dict[str, Any], good: bool, output: Output, *, several: bool)
         return
     print_verified(result, output)
     _print_replay(result["replay"], result["tokens"], output)
+
+
+def _print_pooled(together: dict[str, Any], output: Output) -> None:
+    if "error" in together:
+        output.line(f"REFUSED  together: {together['error']['message']}")
+    elif together["rows"]:
+        allowed = f"{together['allowed']:.3g} allowed"
+        output.line(
+            f"together {together['rows']} tokens, mean error {together['drift']:.3g} of the tolerance, {allowed}"
+        )
 
 
 def _print_refusal(error: dict[str, Any], output: Output) -> None:

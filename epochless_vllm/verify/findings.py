@@ -40,6 +40,7 @@ class Replay:
         worst_nats: the largest |recorded - own| ln of a token's probability, and where.
         worst_ratio: the worst deviation over what is allowed, and where.
         drift: root mean square error over all rows that tell, in units of the allowed error of a row.
+        drift_rows: how many rows tell.
         exact: rows whose recomputed interval holds the draw; for greedy rows, whose likeliest token is the recorded.
         flips: tokens that one side's filters kept and the other's did not.
     """
@@ -52,6 +53,7 @@ class Replay:
     worst_nats: tuple[float, int]
     worst_ratio: tuple[float, int]
     drift: float
+    drift_rows: int
     exact: int
     flips: int
 
@@ -83,9 +85,39 @@ def summarise(
         worst_nats=_first_worst([(abs(results[at].nats), at) for at in order]),
         worst_ratio=_first_worst([(results[at].ratio, at) for at in order]),
         drift=_root_mean_square(told),
+        drift_rows=len(told),
         exact=sum(results[at].exact for at in order),
         flips=sum(results[at].flips for at in order),
     )
+
+
+class Pooled(NamedTuple):
+    """The drift of several replays together: rows that tell, their root mean square error, and what is allowed."""
+
+    rows: int
+    drift: float
+    allowed: float
+
+
+def pool_drift(replays: Sequence[Replay]) -> Pooled:
+    """Return the drift of replays under one tolerance; what hides in one response may not hide in many.
+
+    Raises:
+        ReceiptError: it is larger than rounding makes it.
+    """
+    rows = sum(each.drift_rows for each in replays)
+    if not rows:
+        return Pooled(0, 0.0, math.inf)
+    drift = math.sqrt(sum(each.drift**2 * each.drift_rows for each in replays) / rows)
+    pooled = Pooled(rows, drift, replays[0].tolerance.drift_of(rows))
+    if drift > pooled.allowed:
+        raise ReceiptError(
+            f"the errors of {rows} tokens in {len(replays)} receipts are {drift:.3g} in the mean, rounding makes "
+            f"{pooled.allowed:.3g}",
+            threat="replay_drift",
+            **pooled._asdict(),
+        )
+    return pooled
 
 
 def require_replayed(replay: Replay) -> VerifiedReceipt:
@@ -109,6 +141,7 @@ def describe_replay(replay: Replay) -> dict[str, object]:
         "compared": replay.compared,
         "disagreements": len(replay.faults),
         "drift": replay.drift,
+        "drift_rows": replay.drift_rows,
         "exact": replay.exact,
         "first_disagreement": None if first is None else first._asdict(),
         "membership_flips": replay.flips,

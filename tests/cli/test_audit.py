@@ -106,6 +106,16 @@ def test_lie_is_named_with_its_first_token_and_does_not_hide_the_others(run: Any
     assert "REPLAYED  80 tokens" in out
 
 
+def test_several_receipts_are_also_judged_together(run: Any, files: Files) -> None:
+    names = [files.folder / "honest.json", files.folder / "honest.stream"]
+    status, out, _ = run(*names, *files.options, "--prompt", TEXT)
+    assert status == 0
+    assert "together 160 tokens, mean error" in out
+    status, out, _ = run(*names, *files.options, "--prompt", TEXT, "--json")
+    together = json.loads(out)["together"]
+    assert 0 < together["drift"] < together["allowed"]
+
+
 def test_sample_says_how_many_tokens_it_compared(run: Any, files: Files) -> None:
     status, out, _ = run(files.folder / "honest.json", *files.options, "--prompt", TEXT, "--sample", 5)
     assert status == 0
@@ -140,6 +150,7 @@ def test_tolerance_can_be_stated(run: Any, files: Files) -> None:
     status, out, _ = run(*words, "0.05,0.01")
     assert status == 0
     assert "(0.05 + 0.01 of the largest logit)" in out
+    assert "replay_drift" in run(*words, "1e-4,1e-4,1e-4")[1]
 
 
 @pytest.mark.parametrize(
@@ -148,7 +159,8 @@ def test_tolerance_can_be_stated(run: Any, files: Files) -> None:
         (["--prompt", TEXT, "--sample", "0"], 2, "sample"),
         (["--prompt", TEXT, "--jobs", "-1"], 2, "jobs"),
         (["--prompt", TEXT, "--tolerance", "x"], 2, "tolerance"),
-        (["--prompt", TEXT, "--tolerance", "0"], 2, "tolerance"),
+        (["--prompt", TEXT, "--tolerance", "0,0,1"], 2, "tolerance"),
+        (["--prompt", TEXT, "--tolerance", "1,1,1,1"], 2, "tolerance"),
         ([], 2, "prompt"),
         (["--prompt-tokens", "/nonexistent"], 2, "prompt-tokens"),
         (["--prompt", TEXT, "--model", "/nonexistent"], 1, "tokenizer.json"),

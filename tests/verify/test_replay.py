@@ -26,7 +26,7 @@ from epochless_vllm.protocol.spans import RevisionEntry
 from epochless_vllm.reference.lora import Adapter, adapter_from_directory
 from epochless_vllm.reference.rows import Tolerance
 from epochless_vllm.store.revisions import RevisionStore
-from epochless_vllm.verify.findings import Replay, describe_replay, require_replayed
+from epochless_vllm.verify.findings import Replay, describe_replay, pool_drift, require_replayed
 from epochless_vllm.verify.replay import Auditor
 from epochless_vllm.verify.verified import Verdict
 from tests.protocol.receipt_factory import SIGNER
@@ -152,6 +152,18 @@ def test_small_lie_on_every_token_is_drift(world: World) -> None:
     replay = world.replay(world.server(rounding=0.45 * tolerance).answer(PROMPT, 200))
     assert {each.threat for each in replay.faults} <= {"replay_drift", "replay_probability", "replay_interval"}
     assert "replay_drift" in {each.threat for each in replay.faults}
+
+
+def test_what_hides_in_each_response_shows_in_many(world: World) -> None:
+    replay = world.replay(world.server().answer(PROMPT, 100))
+    just_allowed = replace(replay, drift=0.95 * replay.tolerance.drift_of(replay.drift_rows))
+    assert require_replayed(just_allowed).verdict is Verdict.REPLAYED
+    assert pool_drift([just_allowed]).rows == replay.drift_rows
+    with pytest.raises(ReceiptError, match="20 receipts") as error:
+        pool_drift([just_allowed] * 20)
+    assert error.value.fields["threat"] == "replay_drift"
+    assert pool_drift([replay] * 20).drift == pytest.approx(replay.drift)
+    assert pool_drift([replace(replay, drift_rows=0)]).rows == 0
 
 
 @pytest.mark.parametrize("mode", ["recompute", "continue"])
