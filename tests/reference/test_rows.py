@@ -106,6 +106,19 @@ def test_moved_interval_of_the_right_probability_is_a_fault() -> None:
     assert {each.fault for each in results} == {"replay_interval"}
 
 
+@pytest.mark.parametrize(("logits", "end"), [([-10.0, 1.0, 1.0], "lower"), ([1.0, 1.0, -10.0], "upper")])
+def test_either_end_of_an_interval_counts_where_the_other_hides_it(logits: list[float], end: str) -> None:
+    """A share near 0 or 1 is as sensitive as any: three times nearly nothing is another logit."""
+    own = np.array([logits], np.float32)
+    (record,) = records_of(own, SAMPLERS["plain"], np.array([ONE // 2 - ONE // 8 if end == "lower" else ONE * 3 // 4]))
+    assert record.token == 1
+    hidden = record.low if end == "lower" else ONE - record.low - record.width
+    moved = {"low": record.low + 2 * hidden} if end == "lower" else {"width": record.width - 2 * hidden}
+    (result,) = compare(own, SAMPLERS["plain"], [record._replace(**moved)])
+    assert result.fault == "replay_interval"
+    assert end in result.detail
+
+
 def test_draw_outside_the_recomputed_interval_is_a_fault() -> None:
     logits, draws = rows(6, scale=1.0)
     records = records_of(logits, SAMPLERS["plain"], draws)
