@@ -22,6 +22,7 @@ from epochless_vllm.errors import ConfigurationError, EpochlessError, InvalidReq
 if TYPE_CHECKING:  # both load NumPy or the verifier; a run that only prints its help needs neither
     from epochless_vllm.cli.verify import FoundReceipt
     from epochless_vllm.reference.rows import Tolerance
+    from epochless_vllm.reference.tokenizer import Tokenizer
     from epochless_vllm.verify.findings import Replay
     from epochless_vllm.verify.replay import Auditor, Progress
     from epochless_vllm.verify.verified import VerifiedReceipt
@@ -44,6 +45,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="A[,R[,D]]",
         help="greatest error of a logit, per unit of the row's largest, and mean over many rows as a share of both; "
         "default by the server's dtype",
+    )
+    parser.add_argument(
+        "--check-text",
+        action="store_true",
+        help="also decode the tokens with the model's tokenizer and compare the text",
     )
     add_expectations(parser)
 
@@ -75,8 +81,13 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
         responses=[each.response for each in found.values() if each.response is not None],
     )
 
+    decoder = open_decoder(arguments.model) if arguments.check_text else None
+
     def verify(each: FoundReceipt) -> VerifiedReceipt:
-        return verify_receipt(each.payload, keep_blocks=True, **{**expected, "response": each.response})
+        verified = verify_receipt(each.payload, keep_blocks=True, **{**expected, "response": each.response})
+        if decoder is not None:
+            _check_text(each.response, verified, decoder)
+        return verified
 
     verified = {name: _attempt(partial(verify, each)) for name, each in found.items()}
     auditors = {
@@ -120,6 +131,27 @@ def open_auditor(model: str, base: str, store: str | None, tolerance: Tolerance 
 
     opened = None if store is None else RevisionStore(open_root(store))
     return Auditor(model, base, opened, tolerance=tolerance)
+
+
+def open_decoder(model: str) -> Tokenizer:
+    """Return the tokenizer of a model directory.
+
+    Raises:
+        TokenizerError: there is none, or it is not read exactly.
+    """
+    from epochless_vllm.reference.tokenizer import read_tokenizer
+
+    return read_tokenizer(model)
+
+
+def _check_text(response: bytes | None, verified: VerifiedReceipt, decoder: Tokenizer) -> None:
+    from epochless_vllm.verify.text import check_text
+
+    if response is None:
+        raise InvalidRequestError("check-text: there is no answer; give one as the file or by --response", field="text")
+    tokens = [token for block in verified.blocks for token in block.tokens]
+    reason = "" if verified.final is None else verified.final.finish_reason
+    check_text(response, verified.header.choice_index, tokens, reason, decoder)
 
 
 @contextmanager

@@ -138,6 +138,18 @@ def test_prompt_is_found_in_a_response(run: Any, files: Files, tmp_path: Path) -
     assert "token_swapped" in out
 
 
+def test_text_is_checked_where_asked(run: Any, files: Files, tmp_path: Path) -> None:
+    tokens = [token for block in files.honest.blocks for token in block.tokens]
+    text = bytes(token for token in tokens if token < 256).decode("utf-8", "replace")
+    response = tmp_path / "response.json"
+    words = (files.folder / "honest.json", *files.options, "--prompt", TEXT, "--check-text")
+    for said, status in ((text, 0), (text[:5] + "x" + text[6:], 1)):
+        response.write_text(json.dumps({"choices": [{"index": 0, "text": said}]}))
+        found, out, _ = run(*words, "--response", response)
+        assert (found, "text_mismatch" in out) == (status, bool(status))
+    assert run(*words)[0] == 2
+
+
 def test_receipt_of_another_prompt_is_refused(run: Any, files: Files) -> None:
     status, out, _ = run(files.folder / "honest.json", *files.options, "--prompt", "Another text")
     assert status == 1
