@@ -5,9 +5,10 @@ shift aside), then for any set of tokens the odds of the set, p / (1 - p), diffe
 exp(2 e / temperature). That holds for the token itself, for the tokens before it (the interval's lower end), up to it
 (its upper end), and for the kept set of a filter. ``e`` is ``Tolerance.of_row``; what is beyond it has a fault.
 
-min-p, top-k and top-p keep a prefix of the tokens ordered by logit. Rounding may move the end of that prefix: the ends
-that are within reach are those the filters give when min-p's and top-p's thresholds move by the same odds. The recorded
-kept mass picks one of them; tokens that could change places across that end may be on either side.
+min-p, top-k and top-p keep a prefix of the tokens ordered by logit, and the k-th largest logit moves by no more than
+``e`` either. So the ends of the prefix that are within reach are those that the filters give when the thresholds of
+min-p and top-p move by the same odds, and of them only those count whose mass is, within these odds, the recorded one.
+Tokens within 2 ``e`` of such an end may be kept or not; they may add what mass the recorded one leaves for them.
 
 Own shares are the exact integers of reference/sampler.py. Knows no model, no revision and no draw key.
 """
@@ -91,13 +92,20 @@ class RowResult:
     flips: int = 0
 
 
-class Shares(NamedTuple):
-    """Integer weights of one row: of all tokens, of the kept ones, of those kept before the token, of the token."""
+class Own(NamedTuple):
+    """What a row's recomputed logits give, as shares: of the token in the whole row, of the kept set in the whole row,
+    and of the tokens before and up to the token in the kept set. Ranges where rounding may move the kept set.
 
-    whole: int
-    kept: int
-    below: int
-    own: int
+    ``picks`` says whether the exact row picks the token with the recorded draw.
+    """
+
+    share: float
+    lower: tuple[float, float]
+    upper: tuple[float, float]
+    picks: bool
+    kept_ratio: float = 0.0
+    kept: float = 1.0
+    flips: int = 0
 
 
 def compare_rows(
@@ -153,13 +161,15 @@ def _compare_sampled(
         ]
     tokens_B = np.array([record.token for record in records])[:, None]
     up_to_B = np.take_along_axis(np.cumsum(weights_BV, axis=1), tokens_B, axis=1)[:, 0]
-    own_B = np.take_along_axis(weights_BV, tokens_B, axis=1)[:, 0]
+    weight_B = np.take_along_axis(weights_BV, tokens_B, axis=1)[:, 0]
     whole_B = weights_BV.sum(axis=1)
     results = []
     for at, record in enumerate(records):
-        whole, own = int(whole_B[at]), int(own_B[at])
-        shares = Shares(whole, whole, int(up_to_B[at]) - own, own)
-        results.append(_judge(shares, record, reach_B[at], config, in_own=True, flips=0, swapped=0.0))
+        whole, weight, up_to = int(whole_B[at]), int(weight_B[at]), int(up_to_B[at])
+        lower, upper = (up_to - weight) / whole, up_to / whole
+        picks = _picks(up_to - weight, weight, whole, record.draw)
+        own = Own(weight / whole, (lower, lower), (upper, upper), picks)
+        results.append(_judge(own, record, _spread(config, reach_B[at])))
     return results
 
 
@@ -172,87 +182,99 @@ def _compare_filtered(
     reach: float,
 ) -> RowResult:
     order_V = np.argsort(-logits_V, kind="stable")
-    sums_V = np.cumsum(weights_V[order_V])
+    sums_V, spread, token = np.cumsum(weights_V[order_V]), _spread(config, reach), record.token
     whole, own_count = int(sums_V[-1]), int(kept_V.sum())
-    spread = _spread(config, reach)
     least, most = _reachable_ends(weights_V[order_V], sums_V, config, spread)
     least, most = min(least, own_count), max(most, own_count)
     masses = sums_V[least - 1 : most] / whole
-    recorded = record.kept / ONE
-    count = least + int(np.argmin(np.abs(masses - recorded)))
-    # Tokens that could have changed places across the end of the prefix.
-    last_in = float(logits_V[order_V[count - 1]])
-    first_out = float(logits_V[order_V[count]]) if count < len(order_V) else -math.inf
-    unsure_V = (logits_V <= first_out + 2 * reach) & (logits_V >= last_in - 2 * reach) & (weights_V > 0)
-    set_V = np.zeros(len(logits_V), bool)
-    set_V[order_V[:count]] = True
-    swapped = 0.0
-    if last_in - first_out < 2 * reach:
-        inside, outside = int(weights_V[unsure_V & set_V].sum()), int(weights_V[unsure_V & ~set_V].sum())
-        swapped = min(inside, outside) * math.exp(spread) / max(1, int(sums_V[count - 1]))
-    # The recorded mass, itself rounded, may fit several ends: what lies between them may be kept or not.
-    odds = _log_odds(recorded)
-    fitting = masses[(masses >= _share(odds - spread) - SLACK) & (masses <= _share(odds + spread) + SLACK)]
-    if fitting.size:
-        swapped += float(fitting[-1] - fitting[0]) / float(masses[count - least])
-    in_own = bool(kept_V[record.token])
-    if not set_V[record.token]:
-        if float(logits_V[record.token]) < last_in - 2 * reach:
-            detail = f"the filters leave {most} tokens at most and token {record.token} is not among them"
-            return RowResult("replay_filter", detail, 0.0, math.inf, None, False, 1)
-        set_V[record.token] = True
-    kept = np.where(set_V, weights_V, 0)
-    shares = Shares(whole, int(kept.sum()), int(kept[: record.token].sum()), int(weights_V[record.token]))
-    flips = abs(count - own_count) + (not in_own)
-    own_V = np.where(kept_V, weights_V, 0)
-    own = (int(own_V[: record.token].sum()), int(own_V[record.token]), int(own_V.sum()))
-    return _judge(shares, record, reach, config, in_own=in_own, flips=flips, swapped=swapped, own=own)
+    ratios = np.array([abs(_log_odds_distance(record.kept / ONE, float(mass), SLACK)) / spread for mass in masses])
+    fitting = np.flatnonzero(ratios <= 1)
+    if not fitting.size:
+        nearest = int(np.argmin(ratios))
+        detail = f"the kept mass is recorded as {record.kept / ONE:.6g}, recomputed as {float(masses[nearest]):.6g}"
+        return RowResult(
+            "replay_filter", detail, 0.0, float(ratios[nearest]), None, False, abs(least + nearest - own_count)
+        )
+    shortest, longest = least + int(fitting[0]), least + int(fitting[-1])
+    if float(logits_V[token]) < float(logits_V[order_V[longest - 1]]) - 2 * reach:
+        detail = f"the filters leave {longest} tokens at most and token {token} is not among them"
+        return RowResult("replay_filter", detail, 0.0, math.inf, None, False, 1)
+    first_out = float(logits_V[order_V[shortest]]) if shortest < len(order_V) else -math.inf
+    surely_V = logits_V > first_out + 2 * reach
+    surely_V[token] = True  # it was emitted
+    maybe_V = ~surely_V & (logits_V >= float(logits_V[order_V[longest - 1]]) - 2 * reach)
+    weight = int(weights_V[token])
+    lower, upper = _end_ranges(
+        surely=(int(weights_V[:token][surely_V[:token]].sum()) / whole, int(weights_V[surely_V].sum()) / whole),
+        maybe=(int(weights_V[:token][maybe_V[:token]].sum()) / whole, int(weights_V[maybe_V].sum()) / whole),
+        weight=weight / whole,
+        mass=tuple(_share(_log_odds(record.kept / ONE) + sign * spread) for sign in (-1, 1)),  # type: ignore[arg-type]
+    )
+    kept_weights_V = np.where(kept_V, weights_V, 0)
+    below, kept = int(kept_weights_V[:token].sum()), int(kept_weights_V.sum())
+    own = Own(
+        share=weight / whole,
+        lower=lower,
+        upper=upper,
+        picks=bool(kept_V[token]) and _picks(below, weight, kept, record.draw),
+        kept_ratio=float(ratios.min()),
+        kept=kept / whole,
+        flips=max(shortest - own_count, own_count - longest, int(not kept_V[token])),
+    )
+    return _judge(own, record, spread)
 
 
-def _judge(
-    shares: Shares,
-    record: Record,
-    reach: float,
-    config: SamplerConfig,
-    *,
-    in_own: bool,
-    flips: int,
-    swapped: float,
-    own: tuple[int, int, int] | None = None,
-) -> RowResult:
-    """Hold every recorded share of a row against the recomputed ones; ``swapped`` is mass that filters may exchange."""
-    spread = _spread(config, reach)
+def _end_ranges(
+    *, surely: tuple[float, float], maybe: tuple[float, float], weight: float, mass: tuple[float, float]
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Return the ranges of an interval's lower and upper end, in shares of the kept set.
+
+    Args:
+        surely, maybe: (mass before the token, mass in all) of tokens that are kept, and that may be.
+        weight: the token's mass.
+        mass: the least and the most that the kept set may have.
+    """
+    (below, sure), (maybe_below, maybe_all) = surely, maybe
+    least, most = max(mass[0], sure), max(min(mass[1], sure + maybe_all), sure)
+    beside = maybe_all - maybe_below
+    lower: list[float] = []
+    upper: list[float] = []
+    # Each end is monotone in the kept mass between these points.
+    for whole in {least, most, *(min(max(sure + each, least), most) for each in (beside, maybe_below))}:
+        added = max(whole - sure, 0.0)
+        for before in (below + max(0.0, added - beside), below + min(maybe_below, added)):
+            lower.append(min(before / whole, 1.0))
+            upper.append(min((before + weight) / whole, 1.0))
+    return (min(lower), max(lower)), (min(upper), max(upper))
+
+
+def _judge(own: Own, record: Record, spread: float) -> RowResult:
+    """Hold every recorded share of a row against the recomputed ones."""
     low, high = record.low / ONE, (record.low + record.width) / ONE
-    share = record.width / ONE * (record.kept / ONE)
-    own_share = shares.own / shares.whole
-    error = _log_odds_distance(share, own_share, SLACK)
-    checks = [("replay_probability", "the token's probability", share, own_share, error / spread)]
-    if record.kept != ONE or shares.kept != shares.whole:
-        mass = shares.kept / shares.whole
-        checks.append(
-            ("replay_filter", "the kept mass", record.kept / ONE, mass,
-             abs(_log_odds_distance(record.kept / ONE, mass, SLACK + swapped)) / spread)
-        )  # fmt: skip
-    ends = (shares.below / shares.kept, (shares.below + shares.own) / shares.kept)
-    for name, recorded, recomputed in (("lower", low, ends[0]), ("upper", high, ends[1])):
-        distance = abs(_log_odds_distance(recorded, recomputed, SLACK + swapped))
-        checks.append(("replay_interval", f"the interval's {name} end", recorded, recomputed, distance / spread))
-    draw = (record.draw + 0.5) / ONE
-    outside = _beyond(draw, ends, SLACK + swapped)
-    checks.append(("replay_draw", "the draw in its own interval", draw, ends[draw > ends[1]], outside / spread))
-    fault = next((check for check in checks if not abs(check[4]) <= 1), None)
-    told = own_share * (1 - own_share) * spread > 10 * SLACK
-    below, weight, total = own or (shares.below, shares.own, shares.kept)
-    exact = in_own and below * ONE // total <= record.draw < (below + weight) * ONE // total
+    share, draw = record.width / ONE * (record.kept / ONE), (record.draw + 0.5) / ONE
+    error = _log_odds_distance(share, own.share, SLACK)
+    checks = [
+        ("replay_probability", "the token's probability", share, own.share, abs(error) / spread),
+        ("replay_filter", "the kept mass", record.kept / ONE, own.kept, own.kept_ratio),
+        ("replay_interval", "the interval's lower end", low, *_outside(low, own.lower, spread)),
+        ("replay_interval", "the interval's upper end", high, *_outside(high, own.upper, spread)),
+        ("replay_draw", "the draw in its own interval", draw, *_outside(draw, (own.lower[0], own.upper[1]), spread)),
+    ]
+    fault = next((check for check in checks if not check[4] <= 1), None)
+    told = own.share * (1 - own.share) * spread > 10 * SLACK
     return RowResult(
         fault=None if fault is None else fault[0],
         detail="" if fault is None else f"{fault[1]} is recorded as {fault[2]:.6g}, recomputed as {fault[3]:.6g}",
-        nats=math.log(max(share, SLACK)) - math.log(max(own_share, SLACK)),
-        ratio=max(abs(check[4]) for check in checks),
+        nats=math.log(max(share, SLACK)) - math.log(max(own.share, SLACK)),
+        ratio=max(check[4] for check in checks),
         error=error / spread * 2 if told else None,  # one logit's error moves these odds, not two
-        exact=exact,
-        flips=flips,
+        exact=own.picks,
+        flips=own.flips,
     )
+
+
+def _picks(below: int, weight: int, kept: int, draw: int) -> bool:
+    return below * ONE // kept <= draw < (below + weight) * ONE // kept
 
 
 def _spread(config: SamplerConfig, reach: float) -> float:
@@ -294,8 +316,7 @@ def _share(log_odds: float) -> float:
     return 1 / (1 + math.exp(-max(min(log_odds, MAX_SPREAD), -MAX_SPREAD)))
 
 
-def _beyond(draw: float, ends: tuple[float, float], slack: float) -> float:
-    """Return how far, in ln odds, a draw is outside an interval; 0 inside."""
-    if draw < ends[0]:
-        return abs(_log_odds_distance(draw, ends[0], slack))
-    return abs(_log_odds_distance(draw, ends[1], slack)) if draw > ends[1] else 0.0
+def _outside(recorded: float, own: tuple[float, float], spread: float) -> tuple[float, float]:
+    """Return the nearest value of a range, and how far outside of it the recorded one is, over what is allowed."""
+    nearest = min(max(recorded, own[0]), own[1])
+    return nearest, abs(_log_odds_distance(recorded, nearest, SLACK)) / spread

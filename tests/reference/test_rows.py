@@ -69,6 +69,30 @@ def test_errors_within_reach_never_are_a_fault(name: str, seed: int, scale: floa
     assert [each for each in results if each.fault is not None] == []
 
 
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    step=st.sampled_from([0.02, 0.1, 0.25]),
+    top_p=st.sampled_from([1.0, 0.95, 0.9, 0.8]),
+    top_k=st.sampled_from([0, 3, 12]),
+    min_p=st.sampled_from([0.0, 0.02]),
+    error=st.sampled_from(["signs", "likeliest up", "likeliest down"]),
+)
+def test_worst_errors_that_move_the_end_of_the_kept_set_never_are_a_fault(
+    seed: int, step: float, top_p: float, top_k: int, min_p: float, error: str
+) -> None:
+    """One likely token after a tail of unlikely ones that the filters may end at any place of: their ids come first."""
+    random, reach = np.random.default_rng(seed), 0.1
+    tail = -2.2 - step * np.arange(30)
+    logits = np.concatenate([random.permutation(tail), [random.uniform(0, 1.5)]]).astype(np.float32)[None]
+    signs = {"likeliest up": np.array([-1.0] * 30 + [1]), "likeliest down": np.array([1.0] * 30 + [-1])}
+    errors = 0.98 * reach * signs.get(error, np.sign(random.uniform(-1, 1, 31)))
+    served = (logits + errors).astype(np.float32)
+    config = sampler_from_parameters(temperature=1.0, top_p=top_p, top_k=top_k, min_p=min_p)
+    (result,) = compare(logits, config, records_of(served, config, random.integers(0, ONE, 1)), reach)
+    assert (result.fault, result.detail) == (None, "")
+
+
 @pytest.mark.parametrize("name", ["plain", "cool", "top-k", "top-p", "min-p", "all"])
 def test_larger_error_of_the_sampled_token_is_a_fault(name: str) -> None:
     config = SAMPLERS[name]
