@@ -32,6 +32,7 @@ Integers = NDArray[np.int64]
 
 SLACK = 4.0 / ONE  # rounding of intervals and of a kept mass to 2**-32, both sides
 CHUNK = 1 << 17  # weights computed at a time: a dozen arrays of 1 MiB stay in cache
+LEAST = 2.0**-40  # of a tolerance: it divides, and a row of zeros may have none of its own
 MAX_SPREAD = 700.0  # exp of it is still a double
 
 
@@ -51,7 +52,7 @@ class Tolerance:
     def of_row(self, logits_V: Logits) -> float:
         """Return the greatest error of one row's logits, before any processor."""
         finite = logits_V[np.isfinite(logits_V)]
-        return self.absolute + self.relative * float(np.abs(finite).max(initial=0.0))
+        return max(self.absolute + self.relative * float(np.abs(finite).max(initial=0.0)), LEAST)
 
     def drift_of(self, rows: int) -> float:
         """Return the greatest root mean square over so many rows: looser for few."""
