@@ -205,12 +205,35 @@ def measure(dtype: str, quick: bool, reuse: bool) -> dict[str, Any]:
     return figures
 
 
+def render_table(result: dict[str, Any]) -> str:
+    """Return the README's table of a result."""
+
+    def cell(dtype: str, kind: str) -> str:
+        found = result[dtype]["cheats"][kind]
+        if found["refused"] == found["responses"]:
+            return f"{found['median_tokens']:g} ({found['most_tokens']})"
+        if found["tokens_together"] is not None:
+            return f"{found['tokens_together']} together"
+        return f"not in {found['responses'] * result['response_tokens']}"
+
+    kinds = list(result[DTYPES[0]]["cheats"])
+    lines = ["| tokens until the audit refuses: median (most) | float32 | bfloat16 |", "|---|---|---|"]
+    lines += [f"| {kind} | {cell('float32', kind)} | {cell('bfloat16', kind)} |" for kind in kinds]
+    honest = [result[dtype]["honest"] for dtype in DTYPES]
+    cells = " | ".join(f"{each['refused']} of {each['responses']} ({each['tokens']} tokens)" for each in honest)
+    return "\n".join([*lines, f"| honest responses refused | {cells} |"])
+
+
 def main() -> int:
     """Measure both dtypes and write the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a few responses; writes no result")
     parser.add_argument("--reuse", action="store_true", help="judge the receipts of the last run again")
+    parser.add_argument("--table", action="store_true", help="print the table of the last result and stop")
     arguments = parser.parse_args()
+    if arguments.table:
+        print(render_table(json.loads(RESULT.read_text())))
+        return 0
     (BUILD / "audit").mkdir(parents=True, exist_ok=True)
     result: dict[str, Any] = {"machine": platform.processor() or platform.machine(), "response_tokens": LENGTH}
     for dtype in DTYPES:

@@ -26,7 +26,7 @@ from epochless_vllm.protocol.spans import RevisionEntry
 from epochless_vllm.reference.lora import Adapter, adapter_from_directory
 from epochless_vllm.reference.rows import Tolerance
 from epochless_vllm.store.revisions import RevisionStore
-from epochless_vllm.verify.findings import Replay, describe_replay, pool_drift, require_replayed
+from epochless_vllm.verify.findings import Fault, Replay, describe_replay, pool_drift, require_replayed
 from epochless_vllm.verify.replay import Auditor
 from epochless_vllm.verify.verified import Verdict
 from tests.protocol.receipt_factory import SIGNER
@@ -96,6 +96,13 @@ def test_honest_receipt_is_replayed(world: World, name: str, adapted: bool) -> N
     assert replay.compared == 100
     assert replay.exact >= 98
     assert replay.worst_ratio[0] < 0.3
+
+
+def test_one_disagreement_is_enough(world: World) -> None:
+    replay = replace(world.replay(world.server().answer(PROMPT, 20)), faults=(Fault(7, "replay_draw", "a word"),))
+    with pytest.raises(ReceiptError, match="token 7: a word") as error:
+        require_replayed(replay)
+    assert error.value.fields["first_disagreement"]["threat"] == "replay_draw"
 
 
 def test_report_names_the_worst_token(world: World) -> None:
