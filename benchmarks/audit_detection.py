@@ -36,7 +36,7 @@ from epochless_vllm.verify.findings import WINDOW, summarise  # noqa: E402
 from epochless_vllm.verify.receipt import verify_receipt  # noqa: E402
 from epochless_vllm.verify.replay import Auditor  # noqa: E402
 from tests.reference.engine_child import make_plan, start  # noqa: E402
-from tests.reference.trained import prompts, train  # noqa: E402
+from tests.reference.trained import prompts, train, train_further  # noqa: E402
 from tests.verify.replay_factory import base_of  # noqa: E402
 
 BUILD = ROOT / "build" / "bench"
@@ -119,6 +119,9 @@ def make_plans(dtype: str, quick: bool) -> tuple[list[dict[str, Any]], str]:
     quantised = quantise_model(model, folder / "quantised")
     return [
         make_plan(f"{dtype}-main", model, adapter, recorded=requests, **common),
+        make_plan(
+            f"{dtype}-later", train_further(BUILD / "trained"), adapter, recorded=cheat("another base"), **common
+        ),
         make_plan(f"{dtype}-base", quantised, adapter, recorded=cheat("base quantised to 8 bits"), **common),
         make_plan(f"{dtype}-kv", model, adapter, recorded=cheat("KV quantised to fp8"), kv_cache_dtype="fp8", **common),
     ], base

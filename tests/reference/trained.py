@@ -65,6 +65,21 @@ def train(directory: Path, *, steps: int = 200, adapter_steps: int = 60) -> tupl
     return model_path, adapter_path
 
 
+def train_further(directory: Path, *, steps: int = 5) -> Path:
+    """Write ``later``, the model of ``train`` some training steps on, once; return its directory."""
+    target = directory / "later"
+    if not (target / "model.safetensors").exists():
+        import torch
+        import transformers
+
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory / "model", dtype=torch.float32)
+        _fit(model, corpus(), steps, 1e-3)
+        model.save_pretrained(target, safe_serialization=True)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (target / name).write_bytes((directory / "model" / name).read_bytes())
+    return target
+
+
 def prompts(count: int, length: int = 24) -> list[list[int]]:
     """Return token lists cut from the corpus, away from each other."""
     text = corpus()
