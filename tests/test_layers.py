@@ -31,7 +31,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
         {"vllm", "torch", "numpy", "numba", "fastapi", "starlette", "pydantic", "prometheus_client", "cryptography"}
         | {"python_multipart", "model_hosting_container_standards"},  # vLLM's own: form support, SageMaker routes
     ),
-    "client": ({"errors", "wire"}, {"httpx", "openai", "peft", "pydantic"}),
+    "client": ({"errors", "protocol", "wire", "verify"}, {"httpx", "openai", "peft", "pydantic"}),
     "cli": (
         {"errors", "durable", "protocol", "store", "publication", "patch", "wire", "reference", "simulator", "verify"}
         | {"client"},

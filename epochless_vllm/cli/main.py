@@ -20,6 +20,7 @@ VERBS = {
     "publish": ("publish", "publish an adapter directory to a server"),
     "revisions": ("revisions", "list the policies and revisions of a server"),
     "retire": ("retire", "retire a policy or one of its revisions"),
+    "receipt": ("receipt", "fetch a kept receipt, the receipts of a request, or the key"),
     "inspect": ("inspect", "show what an adapter directory holds, and its revision"),
     "verify": ("verify", "verify a receipt, offline"),
     "audit": ("audit", "compute again what receipts claim, from the weights"),

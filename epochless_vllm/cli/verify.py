@@ -98,7 +98,7 @@ def read_receipts(name: str, response: bytes | None) -> list[FoundReceipt]:
     payload = read_file(name, field="receipt")
     if payload.startswith(RECEIPT_STARTS) or response is not None:
         return [FoundReceipt(payload, response, None)]
-    return [FoundReceipt(each.receipt, payload, each.index) for each in attested_choices(payload)]
+    return [FoundReceipt(each.receipt, payload, each.choice) for each in attested_choices(payload)]
 
 
 def read_expectations(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -20,6 +20,8 @@ from epochless_vllm.client.client import (
     open_adapter,
     policies_call,
     publish_call,
+    receipt_call,
+    receipts_call,
     retire_call,
     unreachable,
     weight_info_call,
@@ -76,6 +78,21 @@ class AsyncEpochlessClient:
         """Return the server's description of all policies, or of one."""
         described: dict[str, Any] = await self._send(policies_call(policy))
         return described
+
+    async def receipt(self, receipt_id: str, *, form: str = "compact") -> bytes:
+        """Return a kept receipt."""
+        payload: bytes = await self._send(receipt_call(receipt_id, form))
+        return payload
+
+    async def receipts(self, request_id: str) -> list[dict[str, Any]]:
+        """Return what is kept of a request."""
+        listed: list[dict[str, Any]] = (await self._send(receipts_call(request_id)))["receipts"]
+        return listed
+
+    async def receipt_key(self) -> bytes:
+        """Return the public key that signs receipts."""
+        pem: bytes = await self._send(receipt_call("key", "verbose"))
+        return pem
 
     async def weight_info(self, policy: str | None = None) -> WeightInfo:
         """Return the head of a policy."""

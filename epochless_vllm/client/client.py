@@ -65,6 +65,16 @@ def policies_call(policy: str | None) -> Call:
     return Call("GET", "/v1/policies" if policy is None else f"/v1/policies/{quote(policy)}", dict)
 
 
+def receipt_call(receipt_id: str, form: str) -> Call:
+    """Return the request for a kept receipt, or for the key with the id ``key``."""
+    return Call("GET", f"/v1/receipts/{quote(receipt_id, safe=':')}", bytes, params={"format": form})
+
+
+def receipts_call(request_id: str) -> Call:
+    """Return the request that lists the kept receipts of a generation request."""
+    return Call("GET", "/v1/receipts", dict, params={"request_id": request_id})
+
+
 def weight_info_call(policy: str | None) -> Call:
     """Return the request for the head of a policy."""
     return Call("GET", "/weight_info", WeightInfo, params={} if policy is None else {"policy": policy})
@@ -115,7 +125,9 @@ def decode(call_reply: type[Any], response: httpx.Response) -> Any:
         UnexpectedReplyError: the server is not one of ours.
     """
     url = str(response.request.url)
-    if call_reply is dict:
+    if call_reply is bytes and response.status_code < 400:
+        return response.content
+    if call_reply in (bytes, dict):  # of a refusal of bytes, decode_json raises what it says
         return decode_json(response.status_code, response.content, url=url)
     return decode_reply(call_reply, response.status_code, response.content, url=url)
 
@@ -201,6 +213,29 @@ class EpochlessClient:
         """
         described: dict[str, Any] = self._send(policies_call(policy))
         return described
+
+    def receipt(self, receipt_id: str, *, form: str = "compact") -> bytes:
+        """Return a kept receipt: ``compact``, ``verbose`` or ``stream``.
+
+        Raises:
+            UnknownReceiptError: it is not kept, or not any more.
+        """
+        payload: bytes = self._send(receipt_call(receipt_id, form))
+        return payload
+
+    def receipts(self, request_id: str) -> list[dict[str, Any]]:
+        """Return what is kept of a request, its abandoned choices included, without the receipts themselves.
+
+        Raises:
+            UnknownReceiptError: nothing is.
+        """
+        listed: list[dict[str, Any]] = self._send(receipts_call(request_id))["receipts"]
+        return listed
+
+    def receipt_key(self) -> bytes:
+        """Return the public key that signs receipts, in PEM."""
+        pem: bytes = self._send(receipt_call("key", "verbose"))
+        return pem
 
     def weight_info(self, policy: str | None = None) -> WeightInfo:
         """Return the head of a policy, or of the only one.

@@ -122,5 +122,6 @@ def receipts(output: Any) -> list[Receipt]:
             for_choice(header, choice.index), lora_int_id=lora_int_id, seed=terms.seed, framed=False
         )
         recorder.add(choice.token_ids, choice.token_attest)
-        sealed.append(recorder.seal(choice.finish_reason, choice.stop_reason, signer))
+        rebuilds = asked.rebuilds[choice.index]
+        sealed.append(recorder.seal(choice.finish_reason, choice.stop_reason, signer, rebuilds=rebuilds))
     return sealed

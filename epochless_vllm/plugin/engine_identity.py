@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import epochless_vllm
+from epochless_vllm.errors import ConfigurationError
 from epochless_vllm.protocol.canonical import encode_canonical
 from epochless_vllm.protocol.digests import Digest, digest
 
@@ -78,7 +79,15 @@ def sources_digest() -> str:
 
 @lru_cache(maxsize=4)
 def tokenizer_digest(directory: Path) -> Digest:
-    """Return the digest of the tokenizer in a model's directory: names and bytes of the files it is made of."""
+    """Return the digest of the tokenizer in a directory: names and bytes of the files it is made of.
+
+    Raises:
+        ConfigurationError: it is no local directory.
+    """
+    if not directory.is_dir():
+        raise ConfigurationError(
+            f"--tokenizer {directory}: receipts name a tokenizer by its files; give a local directory", flag="tokenizer"
+        )
     listing = [
         [name, hashlib.sha256((directory / name).read_bytes()).hexdigest()]
         for name in sorted(TOKENIZER_FILES)

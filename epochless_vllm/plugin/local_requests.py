@@ -8,10 +8,12 @@ registers a request after the core took it.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
 from epochless_vllm.errors import SeamError
+from epochless_vllm.plugin import preemptions
 from epochless_vllm.plugin.core import GATE
 from epochless_vllm.plugin.options import options_of
 from epochless_vllm.plugin.receipt_headers import KeyMaterial, take_material
@@ -22,12 +24,24 @@ _PENDING = "_epochless_pending"  # attribute of an LLMEngine
 
 @dataclass(frozen=True)
 class LocalRequest:
-    """What was asked of an engine in this process; ``params`` are the caller's."""
+    """What was asked of an engine in this process.
+
+    Attributes:
+        params: the caller's.
+        internal_id: the engine's name for it.
+        rebuilds: preemptions by choice index.
+    """
 
     engine: Any
     params: Any
     material: KeyMaterial
     lora_request: Any
+    internal_id: str
+    rebuilds: Counter[int]
+
+    def forget(self) -> None:
+        """Count its preemptions no more."""
+        preemptions.forget(self.internal_id, self.params.n)
 
 
 def install() -> None:
@@ -43,9 +57,9 @@ def install() -> None:
             raise SeamError(f"LLMEngine has no {name}", target=f"LLMEngine.{name}")
     if getattr(LLMEngine.add_request, "_epochless", False):
         return
-    LLMEngine.add_request = _wrap_entry(LLMEngine.add_request)
-    LLMEngine.step = _wrap_step(LLMEngine.step)
-    LLMEngine.abort_request = _wrap_abort(LLMEngine.abort_request)
+    LLMEngine.add_request = _wrap_entry(LLMEngine.add_request)  # type: ignore[method-assign]
+    LLMEngine.step = _wrap_step(LLMEngine.step)  # type: ignore[method-assign]
+    LLMEngine.abort_request = _wrap_abort(LLMEngine.abort_request)  # type: ignore[method-assign]
 
 
 def _wrap_entry(original: Any) -> Any:
@@ -64,7 +78,8 @@ def _wrap_entry(original: Any) -> Any:
         added = original(self, request_id, prompt, params, *arguments, lora_request=lora_request, **keywords)
         if params is not given and given.output_kind.name != "DELTA":
             pending = self.__dict__.setdefault(_PENDING, {})
-            pending[request_id] = LocalRequest(self, given, material, lora_request)
+            rebuilds = preemptions.watch(added, given.n)
+            pending[request_id] = LocalRequest(self, given, material, lora_request, added, rebuilds)
         return added
 
     add_request._epochless = True  # type: ignore[attr-defined]  # the mark of an installed seam
@@ -79,6 +94,7 @@ def _wrap_step(original: Any) -> Any:
             for output in outputs:
                 if output.finished and (asked := pending.pop(output.request_id, None)) is not None:
                     setattr(output, ASKED, asked)
+                    asked.forget()
         return outputs
 
     return step
@@ -87,7 +103,8 @@ def _wrap_step(original: Any) -> Any:
 def _wrap_abort(original: Any) -> Any:
     def abort_request(self: Any, request_ids: list[str], *arguments: Any, **keywords: Any) -> Any:
         for request_id in request_ids:
-            self.__dict__.get(_PENDING, {}).pop(request_id, None)
+            if (asked := self.__dict__.get(_PENDING, {}).pop(request_id, None)) is not None:
+                asked.forget()
         return original(self, request_ids, *arguments, **keywords)
 
     return abort_request

@@ -88,6 +88,8 @@ def parse_options(value: object) -> Options:
         raise _refusal("signing_key", "name the file of an Ed25519 private key in PEM")
     if value.get("attest", "none") != "none" and value.get("mixed_rows") == "stock":
         raise _refusal("attest", "not with --epochless-mixed-rows stock, which may sample base rows by an adapter")
+    if value.get("signing_key") is not None:
+        value = {**value, "signing_key": str(Path(value["signing_key"]).absolute())}
     return Options(**{**value, "store": str(Path(value["store"]).absolute())})
 
 

@@ -12,10 +12,9 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
-from epochless_vllm.errors import EncodingError, InvalidRequestError, UnknownReceiptError
+from epochless_vllm.errors import InvalidRequestError, UnknownReceiptError
 from epochless_vllm.plugin.served_models import revisions_of
 from epochless_vllm.protocol.compact import decode_compact
-from epochless_vllm.protocol.digests import parse_digest
 from epochless_vllm.protocol.stream import encode_stream
 from epochless_vllm.protocol.verbose import encode_verbose
 
@@ -25,21 +24,15 @@ _BINARY = "application/octet-stream"
 
 async def read_receipt(request: Request, receipt_id: str) -> Response:
     """Answer with a kept receipt: canonical JSON, or ``?format=compact`` or ``stream``."""
-    try:
-        parse_digest(receipt_id)
-    except EncodingError as error:
-        raise InvalidRequestError(
-            f"receipt {receipt_id[:80]!r}: an id is sha256: and 64 hexadecimal digits", field="receipt_id"
-        ) from error
     wanted = request.query_params.get("format", "verbose")
     if wanted not in FORMATS:
         raise InvalidRequestError(f"format: must be one of {', '.join(FORMATS)}", field="format")
     body = await asyncio.to_thread(_attestor(request).sink.read, receipt_id)
     if body is None:
         raise UnknownReceiptError(
-            f"receipt {receipt_id}: is not kept here: it never was, or --epochless-receipts-bytes or -age let it go; "
-            "take the receipt from the response itself",
-            receipt=receipt_id,
+            f"receipt {receipt_id[:80]}: is not kept here: it never was, or --epochless-receipts-bytes or -age let it "
+            "go; take the receipt from the response itself",
+            receipt=receipt_id[:80],
         )
     return await asyncio.to_thread(_render, body, wanted)
 

@@ -71,17 +71,18 @@ class ChoiceRecorder:
         if self._waiting_tokens >= BLOCK_TOKENS:
             self._flush()
 
-    def seal(self, finish_reason: str, stop_reason: int | str | None, signer: Signer) -> Receipt:
+    def seal(self, finish_reason: str, stop_reason: int | str | None, signer: Signer, *, rebuilds: int = 0) -> Receipt:
         """Return the signed receipt of everything added.
 
         Args:
             finish_reason, stop_reason: the CompletionOutput's.
+            rebuilds: how often the KV was discarded and computed again.
 
         Raises:
             TokenRowsError, ReceiptError: a row cannot be attested.
         """
         self._flush()
-        rest, final = self._builder.finish(_reason(finish_reason, stop_reason), seed=self._seed)
+        rest, final = self._builder.finish(_reason(finish_reason, stop_reason), seed=self._seed, kv_rebuilds=rebuilds)
         self._frame(rest)
         signature = sign_final(final, signer)
         if self._framed:

@@ -13,6 +13,7 @@ import atexit
 import base64
 import functools
 import json
+from collections import Counter
 from collections.abc import AsyncGenerator
 from concurrent.futures import Future
 from contextlib import aclosing
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from epochless_vllm.errors import InvalidRequestError, SeamError
+from epochless_vllm.plugin import preemptions
 from epochless_vllm.plugin.engine_identity import EngineIdentity, identify_engine
 from epochless_vllm.plugin.late_arrivals import current_admission
 from epochless_vllm.plugin.options import Options
@@ -35,6 +37,8 @@ from epochless_vllm.protocol.spans import RevisionEntry
 
 # The stream whose request is being added to the engine: set around that only.
 _opening: ContextVar[Any] = ContextVar("epochless_opening", default=None)
+
+DONE = "data: [DONE]\n\n"
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,8 @@ class PromptReceipts:
     def __init__(self, request: RequestReceipts, terms: PromptTerms, *, deltas: bool) -> None:
         self.recorders: dict[int, ChoiceRecorder] = {}
         self.sealed: dict[int, Sealed | None] = {}
-        self.queue: Any = None
+        self.rebuilds: Counter[int] = Counter()
+        self._queue: Any = None
         self._request, self._terms, self._deltas = request, terms, deltas
         self._header: Header | None = None
 
@@ -117,10 +122,17 @@ class PromptReceipts:
             elif self._request.streamed:
                 recorder.advance()
 
+    def entered(self, queue: Any) -> None:
+        """Remember the queue that the engine's outputs come through: the request is on its way to the scheduler."""
+        self._queue = queue
+        self.rebuilds = preemptions.watch(queue.request_id, self._terms.params.n)
+
     def close(self) -> None:
         """Seal as aborted what has not ended; the engine's last words are still in its queue."""
-        if self.queue is not None and (rest := self.queue.get_nowait()) is not None:
-            self.take(rest)
+        if self._queue is not None:
+            preemptions.forget(self._queue.request_id, self._terms.params.n)
+            if (rest := self._queue.get_nowait()) is not None:
+                self.take(rest)
         for index in self.recorders.keys() - self.sealed.keys():
             self._seal(index, "abort", None, at_once=False)
 
@@ -137,16 +149,16 @@ class PromptReceipts:
         return recorder
 
     def _seal(self, index: int, finish_reason: str, stop_reason: Any, *, at_once: bool) -> None:
-        recorder, signer = self.recorders[index], self._request.attestor.signer
+        recorder, signer, rebuilds = self.recorders[index], self._request.attestor.signer, self.rebuilds[index]
         sealed = Sealed(Future())
 
         def make() -> Entry:
             if sealed.receipt is None:
-                sealed.receipt = recorder.seal(finish_reason, stop_reason, signer)
+                sealed.receipt = recorder.seal(finish_reason, stop_reason, signer, rebuilds=rebuilds)
             return entry_of(sealed.receipt)
 
         if at_once:  # the chunk about to be sent carries the seal
-            sealed.receipt = recorder.seal(finish_reason, stop_reason, signer)
+            sealed.receipt = recorder.seal(finish_reason, stop_reason, signer, rebuilds=rebuilds)
         sealed.future = self._request.attestor.sink.submit(make)
         self.sealed[index] = sealed
 
@@ -201,11 +213,11 @@ async def observe(stream: AsyncGenerator[Any, None], receipts: PromptReceipts) -
     """Yield an engine's outputs and record them."""
     try:
         async with aclosing(stream):
-            token = _opening.set(receipts)
+            _opening.set(receipts)
             try:
                 output = await anext(stream, None)
             finally:
-                _opening.reset(token)
+                _opening.set(None)  # not reset: a stream may be closed in another context than it was opened in
             while output is not None:
                 receipts.take(output)
                 yield output
@@ -267,11 +279,17 @@ async def settle(request: RequestReceipts) -> None:
 
 async def conclude(stream: AsyncGenerator[Any, None], request: RequestReceipts) -> AsyncGenerator[Any, None]:
     """Yield a route's chunks; before its end, a chunk without choices names the receipts the disk refused after all."""
+    earlier = ""
     async with aclosing(stream):
         async for item in stream:
-            if item == "data: [DONE]\n\n" and (refused := await _refused(request)):
-                yield f"data: {json.dumps({'choices': [], 'epochless': {'receipts': refused}})}\n\n"
+            if item == DONE and (refused := await _refused(request)):
+                last = json.loads(earlier.removeprefix("data:")) if earlier else {}
+                described = {
+                    name: last[name] for name in ("id", "request_id", "object", "created", "model") if name in last
+                }
+                yield f"data: {json.dumps({**described, 'choices': [], 'epochless': {'receipts': refused}})}\n\n"
             yield item
+            earlier = item
 
 
 async def _refused(request: RequestReceipts) -> list[dict[str, Any]]:
@@ -312,9 +330,9 @@ def install() -> None:
     async def remember_queue(self: Any, *arguments: Any, **keywords: Any) -> Any:
         queue = await add_request(self, *arguments, **keywords)
         if (receipts := _opening.get()) is not None:
-            receipts.queue = queue
+            receipts.entered(queue)
         return queue
 
     open_attested._epochless_receipts = True  # type: ignore[attr-defined]  # the mark of an installed seam
-    AsyncLLM.generate = open_attested
-    AsyncLLM.add_request = remember_queue
+    AsyncLLM.generate = open_attested  # type: ignore[method-assign]
+    AsyncLLM.add_request = remember_queue  # type: ignore[method-assign]

@@ -31,6 +31,7 @@ def install_seams(options: Options) -> None:
         labels,
         local_requests,
         metrics,
+        preemptions,
         punica,
         recovery,
         routes,
@@ -39,7 +40,18 @@ def install_seams(options: Options) -> None:
     )
 
     check_patch()
-    in_engine = (worker, slots, block_keys, core, draw_keys, attestation, failed_rows, local_requests, recovery)
+    in_engine = (
+        worker,
+        slots,
+        block_keys,
+        core,
+        draw_keys,
+        attestation,
+        failed_rows,
+        preemptions,
+        local_requests,
+        recovery,
+    )
     for seam in (*in_engine, admission, routes, labels, metrics):
         seam.install()
     punica.install(options)

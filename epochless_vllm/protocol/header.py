@@ -203,8 +203,6 @@ def _sampler(value: Any) -> SamplerConfig:
         return sampler_from_value(value)
     except EncodingError as error:
         raise ReceiptError(error.message, threat="sampler_form") from error
-    except OverflowError as error:  # the wording of that refusal spells a rational of up to 341 digits as a double
-        raise ReceiptError("not a sampler: a parameter is out of range", threat="sampler_form") from error
 
 
 def _check_header(header: Header) -> None:

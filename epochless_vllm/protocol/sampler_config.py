@@ -64,15 +64,15 @@ class SamplerConfig:
     def __post_init__(self) -> None:
         if self.temperature and not Fraction(MIN_TEMPERATURE) <= self.temperature <= MAX_TEMPERATURE:
             raise InvalidRequestError(
-                f"temperature {float(self.temperature)} is neither 0 nor in {MIN_TEMPERATURE} .. {MAX_TEMPERATURE}",
+                f"temperature {_spell(self.temperature)} is neither 0 nor in {MIN_TEMPERATURE} .. {MAX_TEMPERATURE}",
                 field="temperature",
             )
         if self.top_k < 0 or self.top_k >= 1 << 31:
             raise InvalidRequestError(f"top_k {self.top_k} is not 0 (off) or a count", field="top_k")
         if not 0 < self.top_p <= 1:
-            raise InvalidRequestError(f"top_p {float(self.top_p)} is not in (0, 1]", field="top_p")
+            raise InvalidRequestError(f"top_p {_spell(self.top_p)} is not in (0, 1]", field="top_p")
         if not 0 <= self.min_p <= 1:
-            raise InvalidRequestError(f"min_p {float(self.min_p)} is not in [0, 1]", field="min_p")
+            raise InvalidRequestError(f"min_p {_spell(self.min_p)} is not in [0, 1]", field="min_p")
         for value in (self.temperature, self.top_p, self.min_p):
             if value.denominator & (value.denominator - 1):
                 raise InvalidRequestError(f"{value} is not the value of a double", field="temperature, top_p or min_p")
@@ -232,6 +232,14 @@ def processor_entries(
         penalties = (repetition_penalty, frequency_penalty, presence_penalty)
         entries.append(("penalties", [_encode_rational(Fraction(value)) for value in penalties]))
     return tuple(entries)
+
+
+def _spell(value: Fraction) -> str:
+    """Return a rational for a message: as a double where it is one, else its size."""
+    try:
+        return str(float(value))
+    except OverflowError:  # a stranger's rational has up to 341 digits
+        return f"of {len(str(abs(value.numerator) // value.denominator))} digits"
 
 
 def _encode_rational(value: Fraction) -> str:

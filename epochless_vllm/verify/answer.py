@@ -22,9 +22,9 @@ _LAST = ("finish_reason", "weight_versions")
 
 
 class AttestedChoice(NamedTuple):
-    """A choice's ``index`` in the answer, and the bytes of its receipt."""
+    """The ``index`` of a choice in the answer, and the bytes of its receipt."""
 
-    index: int
+    choice: int
     receipt: bytes
 
 

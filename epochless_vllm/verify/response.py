@@ -78,12 +78,12 @@ def compare_logprobs(expected: Sequence[Decimal], width_less_one: Sequence[int],
                 )
 
 
-def _place(choice: dict[str, Any]) -> tuple[int, int] | None:
-    extension = choice.get("epochless")
+def _place(described: dict[str, Any]) -> tuple[int, int] | None:
+    extension = described.get("epochless")
     if not isinstance(extension, dict):
         return None
-    place = extension.get("prompt_index"), extension.get("choice_index")
-    return place if type(place[0]) is int and type(place[1]) is int else None
+    prompt, choice = extension.get("prompt_index"), extension.get("choice_index")
+    return (prompt, choice) if type(prompt) is int and type(choice) is int else None
 
 
 def _optional(source: dict[str, Any], name: str, read: Any) -> Any:

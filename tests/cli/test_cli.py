@@ -80,11 +80,16 @@ def server(monkeypatch: pytest.MonkeyPatch) -> list[httpx.Request]:
         if path == "/v1/unload_lora_adapter":
             item = {"policy": "policy", "step": 3, "weight_version": REVISION["revision_id"], "in_flight": 2}
             return httpx.Response(200, json={"status": "draining", "in_flight": 2, "revisions": [item]})
+        if path == "/v1/receipts":
+            item = {"id": "sha256:r", "prompt_index": 0, "choice_index": 1, "finish_reason": "abort", "tokens": 5}
+            return httpx.Response(200, json={"receipts": [item]})
+        if path in ("/v1/receipts/sha256:abc", "/v1/receipts/key"):
+            return httpx.Response(200, content=path.encode() + request.url.query)
         error = {"message": "policy x: does not exist", "code": 404, "error_code": "unknown_revision"}
         return httpx.Response(404, json={"error": error})
 
     transport = httpx.MockTransport(answer)
-    for name in ("publish", "revisions", "retire"):
+    for name in ("publish", "revisions", "retire", "receipt"):
         monkeypatch.setattr(
             f"epochless_vllm.cli.{name}.connect",
             lambda arguments: EpochlessClient(arguments.url, api_key=arguments.api_key, transport=transport),
@@ -317,3 +322,18 @@ def test_doctor_says_what_to_fix(run: Any, tmp_path: Path, monkeypatch: pytest.M
 )
 def test_sizes_are_readable(count: int, text: str) -> None:
     assert size(count) == text
+
+
+def test_receipt_fetches_lists_and_writes(server: list[httpx.Request], run: Any, tmp_path: Path) -> None:
+    assert run("receipt", "sha256:abc", "-o", tmp_path / "r").status == 0
+    assert (tmp_path / "r").read_bytes() == b"/v1/receipts/sha256:abcformat=verbose"
+    assert run("receipt", "sha256:abc", "--format", "compact", "-o", tmp_path / "r").status == 0
+    assert (tmp_path / "r").read_bytes().endswith(b"format=compact")
+    assert run("receipt", "key", "-o", tmp_path / "key").status == 0
+    assert (tmp_path / "key").read_bytes().startswith(b"/v1/receipts/key")
+    listed = run("receipt", "cmpl-1")
+    assert listed.status == 0
+    assert "abort" in listed.out
+    assert run("receipt", "cmpl-1", "--json").json["receipts"][0]["tokens"] == 5
+    assert run("receipt", "sha256:none").status == 1
+    assert run("receipt", "sha256:abc", "-o", tmp_path).status == 2

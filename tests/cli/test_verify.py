@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 
 from epochless_vllm.cli import main
+from epochless_vllm.protocol.compact import encode_compact
+from tests.protocol.receipt_factory import NONCE, SIGNER, make_header, make_receipt
 
 VECTORS = Path(__file__).parents[1] / "vectors" / "receipts" / "v1"
 INDEX = json.loads((VECTORS / "index.json").read_text())
@@ -114,3 +117,39 @@ def test_a_stream_cut_short_is_incomplete_unless_that_is_allowed(run: Any, tmp_p
         status, out, _ = run(path, "--allow-incomplete", "--json")
         statuses.add((status, json.loads(out).get("verdict")))
     assert statuses <= {(1, None), (0, "INCOMPLETE")}
+
+
+def test_every_receipt_of_an_answer_is_verified_against_it(run: Any, tmp_path: Path) -> None:
+    receipts = {index: make_receipt(80, header=make_header(max_tokens=80, choice_index=index)) for index in (0, 1)}
+    choices = [
+        {
+            "index": index,
+            "finish_reason": "length",
+            "token_ids": [token for block in receipt.blocks for token in block.tokens],
+            "epochless": {
+                "id": receipt.receipt_id,
+                "prompt_index": 0,
+                "choice_index": index,
+                "receipt": base64.b64encode(encode_compact(receipt)).decode(),
+            },
+        }
+        for index, receipt in receipts.items()
+    ]
+    file = tmp_path / "answer.json"
+    file.write_text(json.dumps({"choices": choices}))
+    key = tmp_path / "raw-key"
+    key.write_bytes(SIGNER.public_key)
+    status, out, _ = run(str(file), "--key", str(key), "--nonce", NONCE, "--json")
+    assert status == 0
+    checked = json.loads(out)["choices"]
+    assert [(item["index"], item["verdict"], item["anchor"]) for item in checked] == [
+        (0, "SAMPLING-CONSISTENT", "signature"),
+        (1, "SAMPLING-CONSISTENT", "signature"),
+    ]
+    choices[1]["token_ids"][3] += 1  # type: ignore[index]
+    file.write_text(json.dumps({"choices": choices}))
+    status, out, _ = run(str(file), "--json")
+    assert (status, json.loads(out)["error"]["threat"]) == (1, "token_swapped")
+    file.write_text(json.dumps({"choices": [{"index": 0}]}))
+    status, out, _ = run(str(file), "--json")
+    assert (status, json.loads(out)["error"]["threat"]) == (1, "response_form")

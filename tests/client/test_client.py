@@ -294,3 +294,30 @@ def test_a_real_peft_model_uploads_what_the_server_takes(tmp_path: Path) -> None
         assert (await client.upload("policy", saved, step=1)).step == 1
 
     with_client(tmp_path / "store", scenario)
+
+
+def test_receipts_and_the_key_are_fetched(tmp_path: Path) -> None:
+    from epochless_vllm.errors import UnknownReceiptError
+    from epochless_vllm.plugin.response_receipts import entry_of
+    from epochless_vllm.verify import verify_receipt
+    from tests.plugin.attested import make_attestor
+    from tests.protocol.receipt_factory import make_receipt
+
+    async def scenario(client: AsyncEpochlessClient, front: FrontEnd) -> None:
+        front.served.attestor = attestor = make_attestor(tmp_path / "store")
+        receipt = make_receipt(70)
+        attestor.sink.submit(lambda: entry_of(receipt)).result(60)
+        for form in ("compact", "verbose", "stream"):
+            fetched = await client.receipt(receipt.receipt_id, form=form)
+            assert verify_receipt(fetched).receipt_id == receipt.receipt_id
+        (listed,) = await client.receipts(receipt.header.request_id)
+        assert (listed["id"], listed["tokens"]) == (receipt.receipt_id, 70)
+        assert await client.receipt_key() == attestor.signer.public_pem
+        for call in (client.receipt("sha256:" + "0" * 64), client.receipts("cmpl-none")):
+            with pytest.raises(UnknownReceiptError):
+                await call
+        with pytest.raises(InvalidRequestError):
+            await client.receipt(receipt.receipt_id, form="xml")
+        attestor.sink.close()
+
+    with_client(tmp_path / "store", scenario)

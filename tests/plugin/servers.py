@@ -25,12 +25,13 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor 
 @dataclass
 class Server:
     """A running server. While ``gate`` exists, requests wait between admission and engine; while ``brake`` does, a
-    step of the engine takes at least gated_server.BRAKED_STEP_S."""
+    step of the engine takes at least gated_server.BRAKED_STEP_S; while ``poison`` does, none has finite logits."""
 
     url: str
     key: str
     gate: Path
     brake: Path
+    poison: Path
     log: Path
 
     def client(self) -> httpx.Client:
@@ -74,6 +75,15 @@ class Server:
         finally:
             self.brake.unlink()
 
+    @contextmanager
+    def poisoned(self) -> Iterator[None]:
+        """Let every sampling step fail."""
+        self.poison.touch()
+        try:
+            yield
+        finally:
+            self.poison.unlink()
+
     def statuses(self, policy: str) -> dict[int, str]:
         """Return the status of each step of a policy."""
         return {item["step"]: item["status"] for item in self.get(f"/v1/policies/{policy}")["revisions"]}
@@ -92,7 +102,7 @@ def running(root: Path, *flags: str, key: str = "k2", **environment: str) -> Ite
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     (root / "chat.jinja").write_text(CHAT_TEMPLATE)
-    log, gate, brake = root / "server.log", root / "gate", root / "brake"
+    log, gate, brake, poison = (root / name for name in ("server.log", "gate", "brake", "poison"))
     command = [
         *(sys.executable, str(ROOT / "tests" / "plugin" / "gated_server.py"), "serve", str(root / "model")),
         *("--served-model-name", "base", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"),
@@ -106,6 +116,7 @@ def running(root: Path, *flags: str, key: str = "k2", **environment: str) -> Ite
         "HF_HUB_OFFLINE": "1",
         "EPOCHLESS_TEST_GATE": str(gate),
         "EPOCHLESS_TEST_BRAKE": str(brake),
+        "EPOCHLESS_TEST_POISON": str(poison),
         "PYTHONPATH": str(ROOT),
     }
     with log.open("ab") as target:
@@ -113,12 +124,13 @@ def running(root: Path, *flags: str, key: str = "k2", **environment: str) -> Ite
             command, stdout=target, stderr=target, env={**os.environ, **settings, **environment}, start_new_session=True
         )
     try:
-        server = Server(f"http://127.0.0.1:{port}", key, gate, brake, log)
+        server = Server(f"http://127.0.0.1:{port}", key, gate, brake, poison, log)
         _wait_until_healthy(server, process)
         yield server
     finally:
         gate.unlink(missing_ok=True)
         brake.unlink(missing_ok=True)
+        poison.unlink(missing_ok=True)
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGTERM)
             try:

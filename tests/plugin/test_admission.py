@@ -191,13 +191,13 @@ def test_a_malformed_field_of_ours_is_refused_by_name(tmp_path: Path, fields: di
 def test_well_formed_fields_of_ours_are_kept_with_the_admission(tmp_path: Path) -> None:
     async def scenario(front: FrontEnd) -> None:
         await publish(front, tmp_path, 1)
-        request = chat("policy", epochless={"attest": "none", "nonce": "n1", "on_publish": "pin"})
+        request = chat("policy", epochless={"attest": "none", "nonce": "0123456789abcdef", "on_publish": "pin"})
         assert await check(front, request) is None
         bind(front, request)
         admitted = admission_of(request)
         assert admitted is not None
         assert admitted.options is not None
-        assert admitted.options.nonce == "n1"
+        assert admitted.options.nonce == "0123456789abcdef"
 
     run_front_end(tmp_path / "store", scenario)
 

@@ -142,6 +142,57 @@ def test_an_unknown_model_an_unmet_constraint_and_a_malformed_one_are_refused_on
     assert server.post(path, **body, model=policy, weight_version={"min_version": 3}).status_code == 200
 
 
+@pytest.mark.parametrize("path", sorted(BODIES))
+def test_a_choice_without_a_token_that_could_be_drawn_is_an_error_that_says_why(
+    server: Server, policy: str, root: Path, path: str
+) -> None:
+    server.publish(root / "r1", policy)
+    with server.poisoned():
+        for model in (policy, "base"):
+            answer = server.post(path, model=model, **BODIES[path])
+            assert answer.status_code == 500, answer.text
+            assert answer.json()["error"]["error_code"] == "sampling_failed"
+            assert "not finite" in answer.json()["error"]["message"]
+        *_, last = server.events(policy, path, **BODIES[path])
+        assert last["error"]["error_code"] == "sampling_failed"
+    assert server.complete(policy, path, **BODIES[path])["choices"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_beams_are_labelled_with_the_revision_of_their_request(
+    server: Server, policy: str, root: Path, path: str
+) -> None:
+    reply = server.publish(root / "r1", policy)
+    for choice in server.complete(policy, path, **{**BODIES[path], "use_beam_search": True})["choices"]:
+        (span,) = choice["weight_versions"]
+        assert (span["version"], span["start"]) == (reply["weight_version"], 0)
+        assert span["end"] > 0
+
+
+def test_key_material_that_is_none_is_refused_with_its_name(server: Server) -> None:
+    answer = server.post("/v1/completions", model="base", prompt="x", max_tokens=2, vllm_xargs={"epochless": "mine"})
+    assert answer.status_code == 400, answer.text
+    assert "extra_args.epochless" in answer.json()["error"]["message"]
+
+
+def test_a_seed_gives_the_same_stream_through_every_route_alone_and_among_neighbours(
+    server: Server, policy: str, root: Path
+) -> None:
+    server.publish(root / "r1", policy)
+    body: dict[str, Any] = {"prompt": PROMPT, "seed": 12, "max_tokens": 12, "return_token_ids": True, "n": 2}
+
+    def tokens(_: int = 0) -> list[list[int]]:
+        answer = server.complete(policy, **body)
+        return [choice["token_ids"] for choice in sorted(answer["choices"], key=lambda choice: choice["index"])]
+
+    alone = tokens()
+    assert alone[0] != alone[1]
+    with ThreadPoolExecutor(8) as pool:
+        others = [pool.submit(server.complete, "base", prompt=f"{n}", max_tokens=20, temperature=1) for n in range(4)]
+        assert list(pool.map(tokens, range(4))) == [alone] * 4
+        assert all(other.result()["choices"] for other in others)
+
+
 def test_the_openai_package_reads_labels_and_meets_our_errors(server: Server, policy: str, root: Path) -> None:
     import openai
 

@@ -22,10 +22,14 @@ def test_flags_travel_in_additional_config(tmp_path: Path) -> None:
     arguments = parse(
         *("--enable-epochless", "--epochless-store", str(tmp_path / "s"), "--epochless-keep", "7"),
         *("--epochless-require-revision", "--epochless-import-root", str(tmp_path)),
+        *("--epochless-receipts-bytes", "0", "--epochless-receipts-age", "60", "--epochless-attest", "summary"),
+        *("--epochless-signing-key", "key.pem"),
     )
     fold_flags(arguments)
     options = options_of(arguments.additional_config)
     assert options is not None
+    assert (options.receipts_bytes, options.receipts_age, options.attest) == (0, 60, "summary")
+    assert options.signing_key == str(Path("key.pem").absolute())
     assert (options.keep, options.require_revision, options.import_root) == (7, True, str(tmp_path))
 
 
@@ -57,6 +61,12 @@ def test_no_flags_leave_the_configuration_alone() -> None:
         ({"store": "s", "keep": True}, "keep"),
         ({"store": "s", "keep": "4"}, "keep"),
         ({"store": "s", "attest": "all"}, "attest"),
+        ({"store": "s", "attest": "receipt", "mixed_rows": "stock"}, "attest"),
+        ({"store": "s", "receipts_bytes": -1}, "receipts-bytes"),
+        ({"store": "s", "receipts_bytes": "1"}, "receipts-bytes"),
+        ({"store": "s", "receipts_age": 0}, "receipts-age"),
+        ({"store": "s", "receipts_age": True}, "receipts-age"),
+        ({"store": "s", "signing_key": ""}, "signing-key"),
         ({"store": "s", "mixed_rows": "fast"}, "mixed-rows"),
         ({"store": "s", "base_digest_mode": "none"}, "base-digest"),
         ({"store": "s", "import_root": "/nonexistent/root"}, "import-root"),

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from epochless_vllm.errors import InvalidRequestError, ReceiptError, TokenRowsError
-from epochless_vllm.plugin import response_receipts
+from epochless_vllm.plugin import preemptions, response_receipts
 from epochless_vllm.plugin.admission import Admission, admission_of, admit, check_options, validate_request
 from epochless_vllm.plugin.labels import annotate_choice
-from epochless_vllm.plugin.response_receipts import conclude, observe, open_stream, settle
+from epochless_vllm.plugin.response_receipts import Attestor, conclude, observe, open_stream, settle
 from epochless_vllm.verify import Expected, StreamVerifier, Verdict, verify_receipt
 from tests.adapters import make_adapter
 from tests.plugin.attested import (
@@ -69,16 +69,19 @@ def on_policy(tmp_path: Path, scenario: Callable[[FrontEnd], Awaitable[None]], *
     """Run a scenario on a front end that attests, with step 4 of a policy published."""
 
     async def body(front: FrontEnd) -> None:
-        front.served.attestor = make_attestor(tmp_path / "store", **options.pop("sink", {}))
+        front.served.attestor = make_attestor(tmp_path / "store")
         await front.served.publisher.publish_directory(str(make_adapter(tmp_path / "a", seed=4)), "policy", 4)
         try:
             await scenario(front)
         finally:
-            front.served.attestor.sink.close()
+            attestor_of(front).sink.close()
 
-    sink = options.pop("sink", {})
-    options["sink"] = sink
-    run_front_end(tmp_path / "store", body, **{key: value for key, value in options.items() if key != "sink"})
+    run_front_end(tmp_path / "store", body, **options)
+
+
+def attestor_of(front: FrontEnd) -> Attestor:
+    assert front.served.attestor is not None
+    return front.served.attestor
 
 
 def admitted(front: FrontEnd, request: Request, serving: Any = None) -> Admission:
@@ -137,7 +140,7 @@ def test_a_whole_answer_carries_a_receipt_that_verifies(tmp_path: Path) -> None:
             choice = await answer(front, request, params(100, **changes), tokens)
             verified = verify_receipt(
                 receipt_of(choice),
-                public_key=front.served.attestor.signer.public_key,
+                public_key=attestor_of(front).signer.public_key,
                 nonce=NONCE,
                 request_id="cmpl-a",
                 token_ids=tokens,
@@ -150,7 +153,7 @@ def test_a_whole_answer_carries_a_receipt_that_verifies(tmp_path: Path) -> None:
             assert verified.anchor == "signature"
             assert choice.epochless["kept"] is True
             assert choice.epochless["root"] == verified.final.root.hex()  # type: ignore[union-attr]
-            kept = front.served.attestor.sink.read(choice.epochless["id"])
+            kept = attestor_of(front).sink.read(choice.epochless["id"])
             assert kept == receipt_of(choice)
 
     on_policy(tmp_path, scenario)
@@ -161,7 +164,8 @@ def test_a_summary_names_a_receipt_that_the_sink_has(tmp_path: Path) -> None:
         request = Request(epochless={"attest": "summary"})
         choice = await answer(front, request, params(10), tokens_for(2, 10))
         assert set(choice.epochless) == {"id", "root", "tokens", "prompt_index", "choice_index", "kept"}
-        body = front.served.attestor.sink.read(choice.epochless["id"])
+        body = attestor_of(front).sink.read(choice.epochless["id"])
+        assert body is not None
         assert verify_receipt(body).receipt_id == choice.epochless["id"]
 
     on_policy(tmp_path, scenario)
@@ -274,15 +278,15 @@ def test_frames_of_interleaved_choices_and_prompts_add_up_to_receipts(tmp_path: 
         for (prompt, index), stream in frames.items():
             tokens = tokens_for(prompt * 10 + index, 200)[: lengths[prompt, index]]
             verified = verify_receipt(
-                stream, token_ids=tokens, nonce=NONCE, public_key=front.served.attestor.signer.public_key
+                stream, token_ids=tokens, nonce=NONCE, public_key=attestor_of(front).signer.public_key
             )
             assert verified.verdict is Verdict.SAMPLING_CONSISTENT
             assert (verified.header.prompt_index, verified.header.choice_index) == (prompt, index)
             assert verified.header.request_id == "cmpl-a"
             assert bodies[prompt, index]["id"] == verified.receipt_id
             assert bodies[prompt, index]["kept"] is True
-        front.served.attestor.sink.close()
-        assert len(front.served.attestor.sink.find("cmpl-a")) == 6
+        attestor_of(front).sink.close()
+        assert len(attestor_of(front).sink.find("cmpl-a")) == 6
 
     on_policy(tmp_path, scenario)
 
@@ -322,13 +326,15 @@ def test_what_the_client_leaves_is_sealed_as_aborted_for_the_sink(tmp_path: Path
             FakeEngine(), admission, {"type": "token"}, params(500, deltas=deltas), "cmpl-a-0"
         )
         assert receipts is not None
+        entered = asyncio.Event()
         tokens, rows = tokens_for(6, 90), honest_rows(owned, 0, 90, lora=lora_of(admission))
 
         async def engine() -> Any:
             sent = 70 if deltas else 0
             # As generate() does: the abort leaves what was not read yet in the queue, finished as aborted.
             last = output_of("cmpl-a-0", 0, tokens[sent:], rows[sent:], "abort")
-            receipts.queue = SimpleNamespace(get_nowait=lambda: last)
+            receipts.entered(SimpleNamespace(request_id="cmpl-a-0-x", get_nowait=lambda: last))
+            entered.set()
             if deltas:
                 yield output_of("cmpl-a-0", 0, tokens[:70], rows[:70])
             await asyncio.Event().wait()
@@ -339,12 +345,13 @@ def test_what_the_client_leaves_is_sealed_as_aborted_for_the_sink(tmp_path: Path
                     annotate_choice(None, stream_choice(), output.outputs[0], output, request)
 
         reader = asyncio.create_task(read())
-        while receipts.queue is None or (deltas and not receipts.recorders):
+        await entered.wait()
+        while deltas and not receipts.recorders:
             await asyncio.sleep(0)
         reader.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reader
-        sink = front.served.attestor.sink
+        sink = attestor_of(front).sink
         sink.close()
         (kept,) = sink.find("cmpl-a")
         assert (kept["finish_reason"], kept["tokens"]) == ("abort", 90)
@@ -387,7 +394,7 @@ def test_tokens_without_rows_fail_the_request(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_said_beside_the_choice_and_again_at_the_end_of_a_stream(tmp_path: Path) -> None:
     async def scenario(front: FrontEnd) -> None:
-        sink = front.served.attestor.sink
+        sink = attestor_of(front).sink
         (sink.path).mkdir()  # SQLite cannot open a directory
         choice = await answer(front, Request(), params(5), tokens_for(8, 5))
         assert choice.epochless["kept"] is False
@@ -408,15 +415,18 @@ def test_a_full_disk_is_said_beside_the_choice_and_again_at_the_end_of_a_stream(
             async for output in observe(stream_of([final]), receipts):
                 choice = stream_choice()
                 annotate_choice(None, choice, output.outputs[0], output, request)
-                yield f"data: {choice.model_dump_json()}\n\n"
+                chunk = {"model": "m", "usage": None, "choices": [choice.model_dump(mode="json")]}
+                yield f"data: {json.dumps(chunk)}\n\n"
             yield DONE
 
         assert admission.receipts is not None
         first, last, done = [item async for item in conclude(route(), admission.receipts)]
-        assert json.loads(first[6:])["epochless"]["kept"] is True
+        (announced,) = json.loads(first[6:])["choices"]
+        assert announced["epochless"]["kept"] is True
         (refused,) = json.loads(last[6:])["epochless"]["receipts"]
-        assert (refused["kept"], refused["id"]) == (False, json.loads(first[6:])["epochless"]["id"])
+        assert (refused["kept"], refused["id"]) == (False, announced["epochless"]["id"])
         assert json.loads(last[6:])["choices"] == []
+        assert json.loads(last[6:])["model"] == "m"
         assert done == DONE
 
     on_policy(tmp_path, scenario)
@@ -487,7 +497,7 @@ def test_receipts_and_the_key_are_read_over_http(tmp_path: Path) -> None:
         key_file = tmp_path / "key.pem"
         key_file.write_bytes((await front.http.get("/v1/receipts/key")).content)
         key = read_public_key(str(key_file))
-        assert key == front.served.attestor.signer.public_key
+        assert key == attestor_of(front).signer.public_key
         receipt_id = choice.epochless["id"]
         for wanted in ("verbose", "compact", "stream"):
             reply = await front.http.get(f"/v1/receipts/{receipt_id}", params={"format": wanted})
@@ -496,7 +506,7 @@ def test_receipts_and_the_key_are_read_over_http(tmp_path: Path) -> None:
         assert [(item["id"], item["finish_reason"], item["tokens"]) for item in listed] == [(receipt_id, "length", 70)]
         for path, status, code in (
             ("/v1/receipts/sha256:" + "0" * 64, 404, "unknown_receipt"),
-            ("/v1/receipts/nonsense", 400, "invalid_request"),
+            ("/v1/receipts/nonsense", 404, "unknown_receipt"),
             (f"/v1/receipts/{receipt_id}?format=xml", 400, "invalid_request"),
             ("/v1/receipts", 400, "invalid_request"),
             ("/v1/receipts?request_id=cmpl-none", 404, "unknown_receipt"),
@@ -526,3 +536,41 @@ def test_installing_twice_wraps_once() -> None:
         assert AsyncLLM.generate is once
     finally:
         AsyncLLM.generate, AsyncLLM.add_request = before  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+def test_preemptions_are_counted_for_the_receipt_and_then_forgotten(tmp_path: Path, choices: int) -> None:
+    from vllm.v1.engine import EngineCoreEvent, EngineCoreEventType
+
+    process = preemptions._wrap_outputs(lambda self, outputs: outputs)
+    preempted = [EngineCoreEvent.new_event(EngineCoreEventType.PREEMPTED)] * 2
+    queued = [EngineCoreEvent.new_event(EngineCoreEventType.QUEUED)]
+
+    async def scenario(front: FrontEnd) -> None:
+        request = Request()
+        admission = admitted(front, request)
+        asked = params(5, n=choices)
+        owned, receipts = open_stream(FakeEngine(), admission, {"type": "token"}, asked, "cmpl-a-0")
+        assert receipts is not None
+
+        async def engine() -> Any:
+            receipts.entered(SimpleNamespace(request_id="internal", get_nowait=lambda: None))
+            name = "internal" if choices == 1 else "1_internal"
+            for events in (queued, preempted, None):
+                process(None, [SimpleNamespace(request_id=item, events=events) for item in (name, "another")])
+            for index in range(choices):
+                rows = honest_rows(owned, index, 5, lora=lora_of(admission))
+                yield output_of("cmpl-a-0", index, tokens_for(index, 5), rows, "length")
+
+        bodies = []
+        async for output in observe(engine(), receipts):
+            choice = full_choice(output.outputs[0].index)
+            annotate_choice(None, choice, output.outputs[0], output, request)
+            bodies.append(choice)
+        assert admission.receipts is not None
+        await settle(admission.receipts)
+        counts = [verify_receipt(receipt_of(choice)).final.kv_rebuilds for choice in bodies]  # type: ignore[union-attr]
+        assert counts == ([2] if choices == 1 else [0, 2])
+        assert preemptions._watched == {}
+
+    on_policy(tmp_path, scenario)

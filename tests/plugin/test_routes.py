@@ -335,7 +335,7 @@ def test_policies_are_described_whole_one_by_one_and_by_revision(tmp_path: Path)
         for revision in (digest, digest[:20], "1"):
             item = (await front.http.get(f"/v1/policies/team/a/revisions/{revision}")).json()
             assert (item["policy"], item["revision_id"], item["status"]) == ("team/a", digest, "live")
-        for path in ("/v1/policies/none", "/v1/policies/b/revisions/7", "/v1/receipts/r1", "/weight_info?policy=x"):
+        for path in ("/v1/policies/none", "/v1/policies/b/revisions/7", "/weight_info?policy=x"):
             assert (await front.http.get(path)).status_code == 404
 
     run_front_end(tmp_path / "store", scenario)

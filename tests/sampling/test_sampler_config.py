@@ -184,3 +184,11 @@ def test_processors_enter_in_the_order_they_act_and_only_when_they_act() -> None
     config = sampler_from_parameters(temperature=1, processors=entries)
     assert decode_sampler(config.encode()).encode() == config.encode()
     assert config.digest != sampler_from_parameters(temperature=1, processors=entries[1:]).digest
+
+
+@pytest.mark.parametrize("field", ["temperature", "top_p", "min_p"])
+def test_a_rational_beyond_every_double_is_refused_by_its_own_error(field: str) -> None:
+    value = sampler_from_parameters(temperature=1.0).describe()
+    value[field] = "9" * 341 + "/1"
+    with pytest.raises(EncodingError, match=f"{field} of 341 digits"):
+        sampler_from_value(value)
