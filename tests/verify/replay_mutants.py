@@ -45,7 +45,7 @@ MUTANTS = (
     Mutant("upper end unchecked", _R, "*_outside(high, own.upper, spread)", "high, 0.0"),
     Mutant("kept mass left out of the share", _R, "record.width / ONE * (record.kept / ONE), (",
            "record.width / ONE, ("),
-    Mutant("kept mass unchecked", _R, "fitting = np.flatnonzero(ratios <= 1)", "fitting = np.arange(len(ratios))"),
+    Mutant("kept mass unchecked", _R, "/ spread for mass in masses]", "* 0 for mass in masses]"),
     Mutant("greedy unchecked", _R, "ratio = behind / (2 * reach) if behind else 0.0", "ratio = 0.0"),
     Mutant("greedy at half the reach", _R, "behind / (2 * reach)", "behind / reach"),
     Mutant("dropped token accepted", _R, "if float(logits_V[token]) < float(", "if 0 > abs("),
