@@ -95,12 +95,14 @@ def test_float32_greedy_tokens_and_bytes_are_those_of_the_reference_engine(
     adapter: Adapter | None = adapter_from_directory(folder / "adapter", model.config) if name == "adapter" else None
     tokenizer = read_tokenizer(folder / "model")
     engine = Engine(model, Limits(len(PROMPTS[0]) + TOKENS))
+    seen: set[int] = set()
     for prompt, served in zip(PROMPTS, results["revision-float32"]["greedy"][name], strict=True):
         tokens = generate_greedy(engine, prompt, TOKENS, adapter=adapter)
         assert tokens == served["tokens"]
         assert len(tokens) == TOKENS
-        assert len(set(tokens)) > 5, "a constant text proves little"
+        seen |= set(tokens)
         assert tokenizer.decode(tokens, skip_special_tokens=True) == served["text"]
+    assert len(seen) > 8, "constant texts prove little"
 
 
 def test_logits_of_the_trained_model_are_not_flat(model: Model) -> None:
