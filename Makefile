@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 STRICT := epochless_vllm/protocol epochless_vllm/store epochless_vllm/publication epochless_vllm/patch \
           epochless_vllm/wire.py epochless_vllm/verify epochless_vllm/reference epochless_vllm/client epochless_vllm/cli
 
-.PHONY: setup demo test test-engine lint bench crash soak
+.PHONY: setup demo test test-engine fuzz lint bench crash soak
 
 setup:
 	@PYTHON=$(PYTHON) VENV=$(VENV) bash docker/setup.sh
@@ -18,6 +18,10 @@ test: setup
 
 test-engine: setup
 	@$(PY) -m tests.engine_modules
+
+# Coverage-guided, for as long as you like: make fuzz FOR=600
+fuzz: setup
+	@$(PY) -m tests.fuzz --seconds $(or $(FOR),60)
 
 lint: setup
 	@$(PY) -m ruff check .

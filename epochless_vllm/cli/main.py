@@ -23,6 +23,8 @@ VERBS = {
     "receipt": ("receipt", "fetch a kept receipt, the receipts of a request, or the key"),
     "inspect": ("inspect", "show what an adapter directory holds, and its revision"),
     "verify": ("verify", "verify a receipt, offline"),
+    "audit": ("audit", "compute again what receipts claim, from the weights"),
+    "generate": ("generate", "greedy text from files alone, by the reference engine"),
     "fsck": ("fsck", "check every byte of a store and its journal"),
     "store": ("store", "check a store, or collect what it no longer needs"),
     "patch": ("patch", "apply, verify or revert the patch of the installed vLLM"),

@@ -10,7 +10,7 @@ import binascii
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from epochless_vllm.cli.output import Output
 from epochless_vllm.errors import InvalidRequestError
@@ -28,6 +28,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "receipt", help="file of the receipt in any format, or of the answer that carries it; - for standard input"
     )
+    add_expectations(parser)
+    parser.add_argument("--allow-incomplete", action="store_true", help="accept a stream that lacks its final record")
+
+
+def add_expectations(parser: argparse.ArgumentParser) -> None:
+    """Add the options that pin a receipt's claims to what the caller knows."""
     parser.add_argument(
         "--public-key", "--key", metavar="FILE", help="the server's Ed25519 key: PEM, 64 hex digits or 32 bytes"
     )
@@ -39,7 +45,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--revision", action="append", metavar="DIGEST", help="a revision you trust; repeatable")
     parser.add_argument("--seed", type=int, help="the seed you sent")
     parser.add_argument("--seed-commitment", metavar="DIGEST", help="the commitment published before your request")
-    parser.add_argument("--allow-incomplete", action="store_true", help="accept a stream that lacks its final record")
 
 
 def run(arguments: argparse.Namespace, output: Output) -> int:
@@ -48,43 +53,75 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
     Raises:
         ReceiptError: refused; ``threat`` says what it would have got away with.
     """
-    from epochless_vllm.verify import attested_choices
+    from epochless_vllm.verify import describe, verify_receipt
 
-    payload = read_file(arguments.receipt, field="receipt")
-    response = None if arguments.response is None else read_file(arguments.response, field="response")
-    if payload.startswith(RECEIPT_STARTS) or response is not None:
-        described = _verify(payload, response, arguments)
+    expected = read_expectations(arguments)
+
+    def verify(payload: bytes, response: bytes | None) -> dict[str, Any]:
+        options = {**expected, "response": response}
+        return describe(verify_receipt(payload, allow_incomplete=arguments.allow_incomplete, **options))
+
+    found = read_receipts(arguments.receipt, expected["response"])
+    if found[0].choice is None:
+        described = verify(found[0].payload, found[0].response)
         output.value(described)
-        _print(described, output)
+        print_verified(described, output)
         return 0
-    verified = [(item.choice, _verify(item.receipt, payload, arguments)) for item in attested_choices(payload)]
+    verified = [(each.choice, verify(each.payload, each.response)) for each in found]
     output.value({"choices": [{"index": index, **described} for index, described in verified]})
     for index, described in verified:
         output.line(f"choice {index}")
-        _print(described, output)
+        print_verified(described, output)
     return 0
 
 
-def _verify(payload: bytes, response: bytes | None, arguments: argparse.Namespace) -> dict[str, Any]:
-    from epochless_vllm.verify import describe, verify_receipt
+class FoundReceipt(NamedTuple):
+    """A receipt's bytes, the answer to hold it against, and the choice of the answer that carried it, if one did."""
 
-    verified = verify_receipt(
-        payload,
-        public_key=None if arguments.public_key is None else read_public_key(arguments.public_key),
-        receipt_id=arguments.receipt_id,
-        nonce=arguments.nonce,
-        request_id=arguments.request_id,
-        base=arguments.base,
-        revisions=arguments.revision,
-        seed=arguments.seed,
-        seed_commitment=arguments.seed_commitment,
-        response=response,
-        allow_incomplete=arguments.allow_incomplete,
-    )
-    return describe(verified)
+    payload: bytes
+    response: bytes | None
+    choice: int | None
 
 
-def _print(described: dict[str, Any], output: Output) -> None:
+def read_receipts(name: str, response: bytes | None) -> list[FoundReceipt]:
+    """Return the receipt of a file, or every receipt of the answer it holds.
+
+    Args:
+        response: the answer, where it was given apart; the file is then a receipt.
+
+    Raises:
+        InvalidRequestError: the file cannot be read.
+        ReceiptError: it is an answer without receipts, or neither.
+    """
+    from epochless_vllm.verify import attested_choices
+
+    payload = read_file(name, field="receipt")
+    if payload.startswith(RECEIPT_STARTS) or response is not None:
+        return [FoundReceipt(payload, response, None)]
+    return [FoundReceipt(each.receipt, payload, each.choice) for each in attested_choices(payload)]
+
+
+def read_expectations(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the keywords of ``verify_receipt`` that the options of ``add_expectations`` give.
+
+    Raises:
+        InvalidRequestError: a file cannot be read, or is no key.
+    """
+    return {
+        "public_key": None if arguments.public_key is None else read_public_key(arguments.public_key),
+        "receipt_id": arguments.receipt_id,
+        "nonce": arguments.nonce,
+        "request_id": arguments.request_id,
+        "base": arguments.base,
+        "revisions": arguments.revision,
+        "seed": arguments.seed,
+        "seed_commitment": arguments.seed_commitment,
+        "response": None if arguments.response is None else read_file(arguments.response, field="response"),
+    }
+
+
+def print_verified(described: dict[str, Any], output: Output) -> None:
+    """Print what ``describe`` returns for people."""
     output.line(f"{described['verdict']}  {described['tokens']} tokens, anchor: {described['anchor']}")
     output.line(f"receipt  {described['receipt_id'] or 'incomplete'}")
     output.line(f"request  {described['request_id']}, nonce {described['nonce'] or 'none'}")

@@ -14,10 +14,10 @@ from typing import Any
 
 from epochless_vllm.durable import FileLock
 from epochless_vllm.errors import ConfigurationError, SeamError
-from epochless_vllm.plugin.base_model import compute_base_digest
 from epochless_vllm.plugin.logs import logger
 from epochless_vllm.plugin.options import KEY, Options, options_of, parse_options
 from epochless_vllm.plugin.signer import ensure_key, key_path
+from epochless_vllm.store.base_model import BaseSettings, compute_base_digest
 
 # "<owner's process id>:<epoch>"; children inherit it, and a process that finds its own id is an owner itself.
 EPOCH_VARIABLE = "EPOCHLESS_DEPLOYMENT"
@@ -103,13 +103,13 @@ def begin_deployment(config: Any, options: Options) -> None:
     if owns and options.store not in _locks:
         _locks[options.store] = FileLock(store / "lock", purpose="vLLM server")
     model = config.model_config
-    settings = {
-        "dtype": str(model.dtype),
-        "quantization": str(model.quantization),
-        "kv_cache_dtype": str(config.cache_config.cache_dtype),
-        "overrides": repr(sorted((model.hf_overrides or {}).items())) if isinstance(model.hf_overrides, dict) else "",
-        "load_format": "dummy" if str(config.load_config.load_format) == "dummy" else "files",
-    }
+    settings = BaseSettings(
+        dtype=str(model.dtype),
+        quantization=str(model.quantization),
+        kv_cache_dtype=str(config.cache_config.cache_dtype),
+        overrides=repr(sorted((model.hf_overrides or {}).items())) if isinstance(model.hf_overrides, dict) else "",
+        load_format="dummy" if str(config.load_config.load_format) == "dummy" else "files",
+    ).encode()
     base_digest = compute_base_digest(model.model, settings, mode=options.base_digest_mode, cache_directory=store)
     complete = {**options.encode(), "base_digest": base_digest}
     config.additional_config = {**config.additional_config, KEY: parse_options(complete).encode()}

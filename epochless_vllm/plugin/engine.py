@@ -99,8 +99,8 @@ def receipts(output: Any) -> list[Receipt]:
     asked: LocalRequest | None = getattr(output, ASKED, None)
     if asked is None or not output.finished:
         raise InvalidRequestError(
-            "output: must be a finished RequestOutput of an LLM with Epochless whose output_kind is not DELTA and whose "
-            "extra_args leave out 'epochless'",
+            "output: must be a finished RequestOutput of an LLM with Epochless, its output_kind not DELTA and no "
+            "'epochless' in its extra_args",
             field="output",
         )
     engine = asked.engine

@@ -12,7 +12,7 @@ from epochless_vllm.protocol.records import Block
 
 
 class Verdict(enum.Enum):
-    """How much was established. A stronger verdict includes the weaker ones; none says that logits were right."""
+    """How much was established. A stronger verdict includes the weaker ones; only the last says logits were right."""
 
     INCOMPLETE = "INCOMPLETE"
     """A stream without its final record: blocks are well-formed, nothing binds them."""
@@ -20,6 +20,8 @@ class Verdict(enum.Enum):
     """Every byte is bound to the tree root and the final record; draws were not recomputed."""
     SAMPLING_CONSISTENT = "SAMPLING-CONSISTENT"
     """INTEGRITY, and the revealed seed's draws pick every token from its recorded interval."""
+    REPLAYED = "REPLAYED"
+    """SAMPLING-CONSISTENT, and every row is the one that the named weights give, within a stated tolerance."""
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ ROWS = [
 ]
 SOURCES = [
     *(PACKAGE / "verify").glob("*.py"),
+    *(PACKAGE / "reference" / f"{name}.py" for name in ("processors", "rows")),
     *(PACKAGE / "protocol" / f"{name}.py" for name in (
         "builder", "canonical", "columns", "compact", "disclosure", "envelope", "header", "merkle", "receipts",
         "records", "shapes", "spans", "stream", "verbose",

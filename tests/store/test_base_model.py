@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from epochless_vllm.errors import ConfigurationError
-from epochless_vllm.plugin.base_model import CACHE_NAME, compute_base_digest
+from epochless_vllm.errors import ConfigurationError, DigestMismatchError
+from epochless_vllm.store.base_model import CACHE_NAME, BaseSettings, compute_base_digest, identify_base
 from tests.tiny_model import make_model
 
 SETTINGS = {"dtype": "torch.float32", "quantization": "None", "kv_cache_dtype": "auto", "overrides": ""}
@@ -80,3 +80,29 @@ def test_incomplete_model_is_refused(tmp_path: Path, content: str | None) -> Non
         (directory / "config.json").write_text("{}")
     with pytest.raises(ConfigurationError, match="model"):
         digest(directory, tmp_path)
+
+
+@pytest.mark.parametrize("mode", ["full", "fast"])
+@pytest.mark.parametrize("settings", [BaseSettings("float32"), BaseSettings("bfloat16", kv_cache_dtype="fp8_e4m3")])
+def test_settings_are_found_from_the_digest(model: Path, tmp_path: Path, mode: str, settings: BaseSettings) -> None:
+    base = compute_base_digest(model, settings.encode(), mode=mode, cache_directory=tmp_path)
+    assert identify_base(model, base) == settings
+
+
+def test_search_for_settings_trusts_no_cache(model: Path, tmp_path: Path) -> None:
+    base = compute_base_digest(model, BaseSettings("float32").encode(), mode="full", cache_directory=tmp_path)
+    weights = model / "model.safetensors"
+    status = weights.stat()
+    flip(weights, status.st_size - 3)
+    os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns))
+    again = compute_base_digest(model, BaseSettings("float32").encode(), mode="full", cache_directory=tmp_path)
+    assert again == base, "the cache believes the file's time"
+    with pytest.raises(DigestMismatchError, match="quantised"):
+        identify_base(model, base)
+
+
+def test_overridden_configuration_is_not_identified(model: Path, tmp_path: Path) -> None:
+    overridden = BaseSettings("float32", overrides="[('rope_theta', 2)]").encode()
+    base = compute_base_digest(model, overridden, mode="full", cache_directory=tmp_path)
+    with pytest.raises(DigestMismatchError):
+        identify_base(model, base)
