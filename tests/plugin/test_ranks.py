@@ -110,7 +110,7 @@ def ask_in_a_thread(client: SilentEngines, tmp_path: Path, then: Any) -> dict[st
         assert client.asked.wait(10)
         then(client, loop)
         answer = replies.result(10)
-    if turning.is_alive():
+    if loop.is_running():
         loop.call_soon_threadsafe(loop.stop)
     turning.join()
     for task in asyncio.all_tasks(loop):
