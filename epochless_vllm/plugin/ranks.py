@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import time
 from typing import Any, Protocol
 
 from epochless_vllm.plugin.background import short_turns, step_aside
@@ -18,6 +19,7 @@ from epochless_vllm.protocol.manifest import RevisionId
 from epochless_vllm.store.revisions import RevisionStore
 
 CALL_TIMEOUT_S = 30.0  # one call is a message and a short step-thread action; longer means the engine is lost
+LOOK_S = 0.5  # how often a waiting call looks whether anybody is left to answer it
 
 
 class Transport(Protocol):
@@ -59,12 +61,28 @@ class AsyncTransport:
         self._loop = loop
 
     def call(self, method: str, *arguments: Any) -> dict[int, Any]:
+        if self._loop.is_closed():
+            return self._nobody("this server has stopped")
         future = asyncio.run_coroutine_threadsafe(self._call_all(method, arguments), self._loop)
-        try:
-            return future.result(CALL_TIMEOUT_S)
-        except concurrent.futures.TimeoutError:
-            future.cancel()
-            return {}
+        end = time.monotonic() + CALL_TIMEOUT_S
+        while True:
+            try:
+                return future.result(max(0.0, min(LOOK_S, end - time.monotonic())))
+            except concurrent.futures.TimeoutError:
+                # vLLM never answers a call to an engine that died meanwhile, and a loop that stopped runs no call; a
+                # thread that waits for either would keep the process from ending.
+                gone = "this server is stopping" if not self._loop.is_running() else self._engine_died()
+                if gone is None and time.monotonic() < end:
+                    continue
+                future.cancel()
+                return {} if gone is None else self._nobody(gone)
+
+    def _engine_died(self) -> str | None:
+        resources = getattr(self._client, "resources", None)
+        return "the engine died" if getattr(resources, "engine_dead", False) else None
+
+    def _nobody(self, reason: str) -> dict[int, Any]:
+        return {int.from_bytes(engine, "little"): RuntimeError(reason) for engine in self._client.core_engines}
 
     async def _call_all(self, method: str, arguments: tuple[Any, ...]) -> dict[int, Any]:
         engines = list(self._client.core_engines)

@@ -23,9 +23,9 @@ PUBLICATIONS, REQUESTS = 10, 100  # of each publication: 1,000 requests in all
 CLIENTS = 8
 FRONT_END = r"\((?:ApiServer_\d+|APIServer) pid=(\d+)\)"  # as vLLM begins a line of its log
 SHAPES = {
+    "two of both": (("--data-parallel-size", "2", "--api-server-count", "2"), 2, 2),
     "two API servers": (("--api-server-count", "2"), 1, 2),
     "two engines": (("--data-parallel-size", "2", "--api-server-count", "1"), 2, 1),
-    "two of both": (("--data-parallel-size", "2", "--api-server-count", "2"), 2, 2),
 }
 
 
@@ -38,7 +38,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture(scope="module", params=sorted(SHAPES))
+@pytest.fixture(scope="module", params=list(SHAPES))
 def shape(request: pytest.FixtureRequest, root: Path) -> Iterator[tuple[Server, int, int]]:
     flags, engines, front_ends = SHAPES[request.param]
     place = root / request.param.replace(" ", "-")

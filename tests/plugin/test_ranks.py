@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -84,3 +85,57 @@ def test_an_engine_that_does_not_answer_counts_as_a_holder(tmp_path: Path) -> No
     assert on_loop(lambda loop: ranks(client, tmp_path, loop).holders(5)) == 1
     client = TwoEngines({0: 2, 1: 3})
     assert on_loop(lambda loop: ranks(client, tmp_path, loop).holders(5)) == 5
+
+
+class SilentEngines(TwoEngines):
+    """Two engines that never answer; ``asked`` is set once they are asked."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.resources = SimpleNamespace(engine_dead=False)
+        self.asked = threading.Event()
+
+    async def _call_utility_async(self, method: str, *arguments: Any, engine: bytes) -> Any:
+        self.asked.set()
+        await asyncio.Event().wait()
+
+
+def ask_in_a_thread(client: SilentEngines, tmp_path: Path, then: Any) -> dict[str, dict[str, Any]]:
+    """Call, do something once the engines were asked, and return the replies."""
+    loop = asyncio.new_event_loop()
+    turning = threading.Thread(target=loop.run_forever)
+    turning.start()
+    with ThreadPoolExecutor(1) as pool:
+        replies = pool.submit(ranks(client, tmp_path, loop).call, {"kind": "status", "epoch": 1})
+        assert client.asked.wait(10)
+        then(client, loop)
+        answer = replies.result(10)
+    if loop.is_running():
+        loop.call_soon_threadsafe(loop.stop)
+    turning.join()
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    return answer
+
+
+def test_an_engine_that_dies_under_a_call_is_a_failure_at_once(tmp_path: Path) -> None:
+    replies = ask_in_a_thread(
+        SilentEngines(), tmp_path, lambda client, loop: setattr(client.resources, "engine_dead", True)
+    )
+    assert {reply["code"] for reply in replies.values()} == {"engine_failed"}
+    assert "died" in replies["engine1/rank1"]["reason"]
+
+
+def test_a_call_does_not_outlive_its_server(tmp_path: Path) -> None:
+    replies = ask_in_a_thread(SilentEngines(), tmp_path, lambda client, loop: loop.call_soon_threadsafe(loop.stop))
+    assert "stopping" in replies["engine0/rank0"]["reason"]
+
+
+def test_a_call_after_the_end_of_the_server_fails(tmp_path: Path) -> None:
+    loop = asyncio.new_event_loop()
+    loop.close()
+    replies = ranks(TwoEngines({}), tmp_path, loop).call({"kind": "status", "epoch": 1})
+    assert len(replies) == 4
+    assert "stopped" in replies["engine0/rank0"]["reason"]
