@@ -1,6 +1,6 @@
 """What exact sampling and receipts cost a serving engine, against attestation off and against stock vLLM.
 
-    python benchmarks/bench_attest.py [--quick] [--output benchmarks/results/attest.json]
+    python benchmarks/bench_attest.py [--quick | --rounds N --tokens N] [--output benchmarks/results/attest.json]
 
 A random 125M-parameter Llama in two engines, one stock, one with Epochless, each in a process of its own on the same
 core; they take turns within every round, and so do attestation off and full receipts within Epochless. Streams are
@@ -202,14 +202,16 @@ def measure(rounds: int, tokens: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="three short rounds instead of twelve")
+    parser.add_argument("--quick", action="store_true", help="three rounds of 12 tokens a stream")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--tokens", type=int, default=48, help="per stream and round (default 48)")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "attest.json")
     parser.add_argument("--variant", choices=["stock", "epochless"], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.variant:
         serve(arguments.variant)
         return
-    rounds, tokens = (3, 12) if arguments.quick else (12, 48)
+    rounds, tokens = (3, 12) if arguments.quick else (arguments.rounds, arguments.tokens)
     result = {"rounds": rounds, "tokens": tokens, "cpus": os.cpu_count(), **measure(rounds, tokens)}
     arguments.output.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))

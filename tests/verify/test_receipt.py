@@ -140,7 +140,7 @@ def test_mislabelled_prefix_cache_is_beyond_offline_checks_and_no_verdict_claims
     lie = resign(edited(verbose_of("sampled"), lambda d: d["header"]["revisions"].__setitem__(0, swap)))
     verified = verify_receipt(canonical(lie), **known())
     assert verified.verdict is Verdict.SAMPLING_CONSISTENT
-    assert "REPLAYED" not in [verdict.value for verdict in Verdict]
+    assert Verdict.REPLAYED.name not in (PACKAGE / "verify" / "receipt.py").read_text()  # only a replay gives it
 
 
 def test_preemption_left_unrecorded_under_one_revision_is_beyond_offline_checks() -> None:
@@ -274,8 +274,9 @@ def test_verifier_runs_isolated_with_nothing_installed_and_loads_nothing_but_the
 
 
 def test_verifier_contains_no_floating_point() -> None:
+    replaying = ("replay.py", "findings.py")  # compare logarithms, once the receipt itself is verified
     for path in sorted((PACKAGE / "verify").glob("*.py")):
-        if path.name == "replay.py":
+        if path.name in replaying:
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             assert not (isinstance(node, ast.Constant) and isinstance(node.value, float)), path.name
