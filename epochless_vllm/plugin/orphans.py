@@ -11,13 +11,17 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
+from epochless_vllm.errors import SeamError
 from epochless_vllm.plugin.deployment import EPOCH_VARIABLE
 from epochless_vllm.plugin.logs import logger
 
 POLL_S = 0.5
 GRACE_S = 10.0  # for an orderly end; a process that hangs in a step ends without one
 
+_coordinator: Callable[..., None] | None = None  # vLLM's own, where it was replaced
 _watching: int | None = None  # the process that watches: a forked one finds its parent's id here, and no thread
 
 
@@ -32,6 +36,30 @@ def install() -> None:
         return
     _watching = os.getpid()
     threading.Thread(target=watch, args=(os.getppid(),), name="epochless-orphan-watch", daemon=True).start()
+
+
+def watch_coordinator() -> None:
+    """Have the coordinator of data-parallel engines watched too: its process loads no plugin.
+
+    Raises:
+        SeamError: the target is missing.
+    """
+    global _coordinator
+    from vllm.v1.engine.coordinator import DPCoordinatorProc
+
+    if not hasattr(DPCoordinatorProc, "run_coordinator"):
+        raise SeamError("DPCoordinatorProc has no run_coordinator", target="DPCoordinatorProc.run_coordinator")
+    if DPCoordinatorProc.run_coordinator is not run_coordinator:
+        _coordinator = DPCoordinatorProc.run_coordinator
+        DPCoordinatorProc.run_coordinator = staticmethod(run_coordinator)  # type: ignore[method-assign]
+
+
+def run_coordinator(*arguments: Any, **keywords: Any) -> None:
+    """Run vLLM's coordinator in its process, under watch. A spawned process finds this function by its name."""
+    from vllm.v1.engine.coordinator import DPCoordinatorProc
+
+    install()
+    (_coordinator or DPCoordinatorProc.run_coordinator)(*arguments, **keywords)
 
 
 def watch(parent: int) -> None:

@@ -61,6 +61,7 @@ def install_seams(options: Options) -> None:
     )
     for seam in (*in_engine, admission, routes, labels, metrics):
         seam.install()
+    orphans.watch_coordinator()
     punica.install(options)
     _installed = True
 

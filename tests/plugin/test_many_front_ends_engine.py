@@ -27,6 +27,8 @@ SHAPES = {
     "two API servers": (("--api-server-count", "2"), 1, 2),
     "two engines": (("--data-parallel-size", "2", "--api-server-count", "1"), 2, 1),
 }
+# The largest has every process of the others, save a front end that is also the owner.
+TESTED = list(SHAPES) if os.environ.get("EPOCHLESS_TEST_EVERY_SHAPE") else ["two of both"]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +40,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture(scope="module", params=list(SHAPES))
+@pytest.fixture(scope="module", params=TESTED)
 def shape(request: pytest.FixtureRequest, root: Path) -> Iterator[tuple[Server, int, int]]:
     flags, engines, front_ends = SHAPES[request.param]
     place = root / request.param.replace(" ", "-")

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from epochless_vllm.plugin import orphans
+
 # A parent that starts a child and says its process id; the child says so when it watches, and never ends by itself.
 CHILD = """
 import os, threading
@@ -49,6 +51,22 @@ def test_a_forked_process_watches_by_itself() -> None:
     assert watches == 1
     os.kill(pid, signal.SIGKILL)
     parent.wait()
+
+
+@pytest.mark.parametrize("forked", [False, True])
+def test_a_coordinator_runs_as_vllms_own_and_is_watched(monkeypatch: pytest.MonkeyPatch, forked: bool) -> None:
+    from vllm.v1.engine.coordinator import DPCoordinatorProc
+
+    calls: list[object] = []
+    monkeypatch.setattr(DPCoordinatorProc, "run_coordinator", staticmethod(lambda *a, **k: calls.append((a, k))))
+    monkeypatch.setattr(orphans, "install", lambda: calls.append("watched"))
+    monkeypatch.setattr(orphans, "_coordinator", None)
+    if forked:  # a spawned process knows no replacement, a forked one has it twice
+        orphans.watch_coordinator()
+        orphans.watch_coordinator()
+        assert DPCoordinatorProc.run_coordinator is orphans.run_coordinator
+    orphans.run_coordinator(2, zmq_addr_pipe=None)
+    assert calls == ["watched", ((2,), {"zmq_addr_pipe": None})]
 
 
 @pytest.mark.parametrize("owner", ["", "its own"])
