@@ -15,11 +15,35 @@ NICENESS = 5  # relative to the process: where a core is shared, serving goes fi
 SWITCH_INTERVAL_S = 5e-5  # a few hundred operations a step then lose little even if each has to wait
 
 
+def bound_cores() -> set[int]:
+    """Return the cores that VLLM_CPU_OMP_THREADS_BIND names for the ranks' threads; none where it names none."""
+    cores: set[int] = set()
+    for part in os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "").replace("|", ",").split(","):
+        first, _, last = part.strip().partition("-")
+        if not first.isdecimal() or not (last or first).isdecimal():
+            return set()
+        cores.update(range(int(first), int(last or first) + 1))
+    return cores
+
+
 def step_aside() -> None:
-    """Put the calling thread on cores its process is not bound to, if any, and behind the process's other threads."""
+    """Put the calling thread on cores that no rank computes on, if any, and behind the process's other threads."""
     behind = min(19, os.getpriority(os.PRIO_PROCESS, os.getpid()) + NICENESS)
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), behind)
-    others = set(range(os.cpu_count() or 1)) - os.sched_getaffinity(os.getpid())
+    _move_off(bound_cores() or os.sched_getaffinity(os.getpid()))
+
+
+def leave_ranks_their_cores() -> None:
+    """Keep the calling thread off the cores that ranks are bound to by name.
+
+    An engine core that waits for its ranks spins; where a scheduler puts it on a rank's core, it takes half of it.
+    """
+    if cores := bound_cores():
+        _move_off(cores)
+
+
+def _move_off(cores: set[int]) -> None:
+    others = set(range(os.cpu_count() or 1)) - cores
     if others:
         with contextlib.suppress(OSError):  # a container may own fewer cores than it sees; the niceness remains
             os.sched_setaffinity(0, others)

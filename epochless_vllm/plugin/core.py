@@ -14,6 +14,7 @@ from typing import Any
 
 from epochless_vllm.errors import EpochlessError, InvalidRequestError, RetiredRevisionError, SeamError
 from epochless_vllm.plugin.activation import forget_verified, guard_activation
+from epochless_vllm.plugin.background import leave_ranks_their_cores
 from epochless_vllm.plugin.options import options_of
 from epochless_vllm.protocol.names import split_lora_name
 
@@ -129,11 +130,14 @@ def install() -> None:
     Raises:
         SeamError: a target is missing.
     """
-    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.core import DPEngineCoreProc, EngineCore, EngineCoreProc
 
     for name in ("preprocess_add_request", "add_request", "add_lora", "remove_lora", "pin_lora", "step"):
         if not hasattr(EngineCore, name):
             raise SeamError(f"EngineCore has no {name}", target=name)
+    for process in (EngineCoreProc, DPEngineCoreProc):
+        if "run_busy_loop" not in vars(process):
+            raise SeamError(f"{process.__name__} has no run_busy_loop", target=f"{process.__name__}.run_busy_loop")
     if hasattr(EngineCore, "epochless_call"):
         return
     EngineCore.epochless_call = epochless_call
@@ -141,6 +145,18 @@ def install() -> None:
     _wrap_requests(EngineCore)
     _refuse_direct_adapters(EngineCore)
     guard_activation(EngineCore)
+    _wrap_loop(EngineCoreProc)
+    _wrap_loop(DPEngineCoreProc)
+
+
+def _wrap_loop(process: Any) -> None:
+    original = process.run_busy_loop
+
+    def run_busy_loop(self: Any) -> None:
+        leave_ranks_their_cores()  # not before the ranks were started: they would inherit it
+        original(self)
+
+    process.run_busy_loop = run_busy_loop
 
 
 def _wrap_requests(engine_core: Any) -> None:
