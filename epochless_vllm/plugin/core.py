@@ -169,7 +169,7 @@ def _wrap_requests(engine_core: Any) -> None:
         gate.enter(request.lora_request)
         try:
             return preprocess(self, request)
-        except BaseException:
+        except BaseException:  # whatever ended it, the request is not on its way any more
             gate.leave(request.lora_request.lora_int_id)
             raise
 

@@ -101,7 +101,7 @@ class RegisteredExpectation:
 
     def update(self, record: Any, piece: memoryview) -> None:
         """Take the next bytes of a tensor."""
-        scaling = _scaling(self._config, record.name)
+        scaling = scaling_of(self._config, record.name)
         if record.dtype == self._dtype and scaling == 1.0:
             return  # the manifest will have this hash
         raw = np.frombuffer(piece, dtype=_RAW[record.dtype])
@@ -121,12 +121,8 @@ class RegisteredExpectation:
         return registered_digest(entries, self._dtype)
 
 
-def scaling_of(stored: Any, tensor: str) -> float:
+def scaling_of(config: Any, tensor: str) -> float:
     """Return the factor a tensor carries in the registry: B has its module's scaling, A has one."""
-    return _scaling(stored.config, tensor)
-
-
-def _scaling(config: Any, tensor: str) -> float:
     if not tensor.endswith(".lora_B.weight"):
         return 1.0
     return float(config.scaling_for(tensor.removesuffix(".lora_B.weight")))
@@ -153,7 +149,7 @@ class ExpectedPair:
 
 def expect_tensor(stored: Any, entry: TensorEntry, dtype: str) -> tuple[Bits, str]:
     """Return the bits a stored tensor has in the registry, and their SHA-256; bytes left as they are keep theirs."""
-    scaling = scaling_of(stored, entry.name)
+    scaling = scaling_of(stored.config, entry.name)
     raw = raw_tensor(stored.tensors[entry.name], entry.dtype, entry.shape)
     if entry.dtype == dtype and scaling == 1.0:
         return raw, _bare(entry.sha256)

@@ -161,7 +161,7 @@ class LoRAInstaller:
 
         Works in one thread: the step loop's threads are not borrowed.
         """
-        scaling = scaling_of(stored, entry.name)
+        scaling = scaling_of(stored.config, entry.name)
         data = stored.tensors[entry.name]
         tensor = torch.frombuffer(data, dtype=_TORCH[entry.dtype]).reshape(entry.shape)
         if entry.dtype == self._dtype == "F32" and scaling != 1.0:

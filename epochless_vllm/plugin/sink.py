@@ -223,7 +223,7 @@ class ReceiptSink:
             dropped = self._make_room(connection)
             crash_point("receipt.sink")
             connection.execute("COMMIT")
-        except BaseException:
+        except BaseException:  # an open transaction would lock every other process out
             with suppress(sqlite3.Error):  # the file refuses; what was not committed never happened
                 connection.execute("ROLLBACK")
             raise

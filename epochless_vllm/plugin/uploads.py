@@ -171,7 +171,7 @@ async def receive_upload(content_type: str, body: AsyncIterator[bytes], director
     except OSError as error:
         parts.upload.close()
         raise storage_error(error, directory, "spool the upload") from error
-    except BaseException:
+    except BaseException:  # a client that left cancels this: its files go with it
         parts.upload.close()
         raise
     return parts.upload
