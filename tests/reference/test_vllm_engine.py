@@ -52,7 +52,7 @@ def results(folder: Path) -> dict[str, dict[str, Any]]:
         {
             "prompt": prompt,
             "adapted": bool(number % 2),
-            "parameters": {"max_tokens": TOKENS, "ignore_eos": True, **each},
+            "parameters": {"max_tokens": TOKENS, "ignore_eos": True, "seed": number, **each},
         }
         for number, prompt in enumerate(PROMPTS[:2])
         for each in SAMPLERS

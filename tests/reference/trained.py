@@ -1,7 +1,8 @@
 """A small Llama and a LoRA adapter trained on the spot, so that logits are those of a model that learnt something.
 
 Trained by transformers and peft on the text of this package, byte by byte, for some tens of seconds of one core; the
-adapter on the same text in capitals. A random model's logits are nearly flat and forgive much. Imports torch late.
+adapter on the same text in capitals. A random model's logits are nearly flat and forgive much. Trained as wide as tests
+and benchmarks go: beyond the positions it has seen, rounding moves a model's logits far. Imports torch late.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def prompts(count: int, length: int = 24) -> list[list[int]]:
     return [list(text[at * stride : at * stride + length]) for at in range(1, count + 1)]
 
 
-def _fit(model: Any, text: bytes, steps: int, rate: float, *, rows: int = 12, width: int = 96) -> None:
+def _fit(model: Any, text: bytes, steps: int, rate: float, *, rows: int = 3, width: int = 448) -> None:
     import torch
 
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
