@@ -1,6 +1,6 @@
 """Threads that publish while others serve: behind them for a core, and quick to hand the interpreter back.
 
-Knows nothing of what the threads do.
+Says whether any works in this process. Knows nothing of what the threads do.
 """
 
 from __future__ import annotations
@@ -13,6 +13,15 @@ from collections.abc import Iterator
 
 NICENESS = 5  # relative to the process: where a core is shared, serving goes first, and publishing still moves
 SWITCH_INTERVAL_S = 5e-5  # a few hundred operations a step then lose little even if each has to wait
+
+_count_lock = threading.Lock()
+_working = 0  # threads inside ``short_turns``
+_usual_interval = 0.0  # seconds; Python's, while any is inside
+
+
+def is_working() -> bool:
+    """Return whether a thread of this process is publishing."""
+    return _working > 0
 
 
 def bound_cores() -> set[int]:
@@ -55,9 +64,16 @@ def short_turns() -> Iterator[None]:
 
     A step loop gives the interpreter up at every operation it launches; at Python's default it would wait 5 ms each.
     """
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(min(interval, SWITCH_INTERVAL_S))
+    global _working, _usual_interval
+    with _count_lock:
+        if _working == 0:
+            _usual_interval = sys.getswitchinterval()
+            sys.setswitchinterval(min(_usual_interval, SWITCH_INTERVAL_S))
+        _working += 1
     try:
         yield
     finally:
-        sys.setswitchinterval(interval)
+        with _count_lock:
+            _working -= 1
+            if _working == 0:
+                sys.setswitchinterval(_usual_interval)

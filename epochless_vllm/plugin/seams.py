@@ -41,6 +41,7 @@ def install_seams(options: Options) -> None:
         recovery,
         routes,
         slots,
+        spinning,
         worker,
     )
 
@@ -58,6 +59,7 @@ def install_seams(options: Options) -> None:
         preemptions,
         local_requests,
         recovery,
+        spinning,
     )
     for seam in (*in_engine, admission, routes, labels, metrics):
         seam.install()

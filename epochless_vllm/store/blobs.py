@@ -26,6 +26,7 @@ CHUNK_BYTES = 1 << 20  # copying is fastest while a chunk stays in the second-le
 HUGE_PAGE_BYTES = 2 << 20
 ALIGNMENT = 64  # bytes, of each tensor in memory: a cache line
 B_SUFFIX = ".lora_B.weight"
+MAX_BUFFERS = 1024  # of one call: IOV_MAX of Linux
 
 ReadInto = Callable[[memoryview], int]
 """Fills the front of a buffer with the next bytes of a source and returns their count; 0 at its end."""
@@ -99,10 +100,16 @@ def read_tensors(path: Path, manifest: Manifest) -> dict[str, memoryview]:
             if file.read(len(header)) != header:
                 raise _mismatch(path, "the header of its manifest", "another header")
             tensors = dict(_allocate_tensors(layout))
-            for name, view in ((record.name, tensors[record.name]) for record in layout):
-                actual = _read_hashed(file.readinto, view)
-                if actual != expected[name]:
-                    raise _mismatch(path, expected[name], actual, tensor=name)
+            views = [(record.name, tensors[record.name]) for record in layout]
+            offset = len(header)
+            for begin in range(0, len(views), MAX_BUFFERS):
+                group = views[begin : begin + MAX_BUFFERS]
+                _read_into_all(file.fileno(), [view for _, view in group], offset)
+                offset += sum(len(view) for _, view in group)
+                for name, view in group:
+                    actual = digest_from_bytes(hashlib.sha256(view).digest())
+                    if actual != expected[name]:
+                        raise _mismatch(path, expected[name], actual, tensor=name)
     except OSError as error:
         raise StoreError(f"{path}: cannot read: {error.strerror}; add the adapter again", path=str(path)) from error
     return tensors
@@ -180,18 +187,21 @@ def _write(target: io.FileIO, view: memoryview, offset: int) -> None:
             view, offset = view[count:], offset + count
 
 
-def _read_hashed(read_into: Callable[[memoryview], int | None], view: memoryview) -> Digest:
-    hasher = hashlib.sha256()
-    for begin in range(0, len(view), CHUNK_BYTES):
-        piece = view[begin : begin + CHUNK_BYTES]
-        filled = 0
-        while filled < len(piece):
-            count = read_into(piece[filled:])
-            if not count:
-                break  # shorter than it was when opened: the digest will say so
-            filled += count
-        hasher.update(piece)
-    return digest_from_bytes(hasher.digest())
+def _read_into_all(descriptor: int, views: Sequence[memoryview], offset: int) -> None:
+    """Fill buffers from a file, one after another; what the file lacks stays as it is, and the digests will say so.
+
+    In few calls: each hands the interpreter to a thread that may be in the middle of a step.
+    """
+    left = [view for view in views if view]
+    while left:
+        count = os.preadv(descriptor, left, offset)
+        if not count:
+            return
+        offset += count
+        while left and count >= len(left[0]):
+            count -= len(left.pop(0))
+        if count:
+            left[0] = left[0][count:]
 
 
 def _mismatch(path: Path, expected: str, actual: str, *, tensor: str | None = None) -> DigestMismatchError:

@@ -1,0 +1,84 @@
+"""A reader of vLLM's message queue waits on its socket, and never long, while this process publishes."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from epochless_vllm.errors import SeamError
+from epochless_vllm.plugin import spinning
+from epochless_vllm.plugin.background import SWITCH_INTERVAL_S, is_working, short_turns
+
+shm_broadcast = pytest.importorskip("vllm.distributed.device_communicators.shm_broadcast")
+
+
+class Poller:
+    """Stands in for the sockets: nothing ever arrives."""
+
+    def __init__(self) -> None:
+        self.timeouts: list[int | None] = []
+
+    def poll(self, timeout: int | None = None) -> list[Any]:
+        self.timeouts.append(timeout)
+        return []
+
+
+@pytest.fixture
+def reader() -> Any:
+    """A reader that has just read: vLLM's own would spin for a second."""
+    spinning.install()
+    reader = object.__new__(shm_broadcast.SpinCondition)
+    reader.is_reader, reader.busy_loop_s, reader.last_read = True, 1e9, time.monotonic()
+    reader.poller, reader.read_cancel_socket, reader.local_notify_socket = Poller(), object(), object()
+    return reader
+
+
+@pytest.mark.parametrize(("asked", "waited"), [(None, 1), (5000, 1), (0, 0)])
+def test_a_reader_looks_every_millisecond_while_a_thread_publishes(
+    reader: Any, asked: int | None, waited: int
+) -> None:
+    with short_turns():
+        reader.wait(asked)
+    assert reader.poller.timeouts == [waited]
+    assert reader.busy_loop_s == 1e9
+
+
+def test_a_reader_spins_as_ever_while_nobody_publishes(reader: Any) -> None:
+    reader.wait(None)
+    assert reader.poller.timeouts == []
+
+
+def test_installing_twice_wraps_once(reader: Any) -> None:
+    spinning.install()
+    assert spinning._original is not spinning.wait
+
+
+def test_a_missing_target_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(shm_broadcast, "SpinCondition")
+    with pytest.raises(SeamError, match="SpinCondition"):
+        spinning.install()
+
+
+def test_threads_that_overlap_leave_the_interpreter_as_it_was() -> None:
+    usual = sys.getswitchinterval()
+    first_is_in, second_is_in = threading.Event(), threading.Event()
+
+    def first() -> None:
+        with short_turns():
+            first_is_in.set()
+            second_is_in.wait()
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    first_is_in.wait()
+    with short_turns():
+        second_is_in.set()
+        thread.join()
+        assert is_working()
+        assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL_S)
+    assert not is_working()
+    assert sys.getswitchinterval() == usual
