@@ -60,7 +60,7 @@ def dead_engine(engine_client: Any) -> str:
     """Return the name of the engine process that failed, as far as this front end knows it."""
     resources = getattr(getattr(engine_client, "engine_core", None), "resources", None)
     manager = getattr(resources, "engine_manager", None)
-    return getattr(manager, "failed_proc_name", None) or "the engine"
+    return getattr(manager, "failed_proc_name", None) or "the engine core"
 
 
 async def fail_after(ending: Coroutine[Any, Any, None], engine: str) -> None:
@@ -71,8 +71,8 @@ async def fail_after(ending: Coroutine[Any, Any, None], engine: str) -> None:
     """
     await ending
     logger.error(
-        "%s died; its traceback is above. This server ends with status %d: restart it, and it comes back with every "
-        "committed revision",
+        "%s died; why, it said above if it could. This server ends with status %d: restart it, and it comes back with "
+        "every committed revision",
         engine,
         STATUS,
     )

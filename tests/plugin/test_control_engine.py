@@ -157,4 +157,5 @@ def test_a_server_whose_engine_dies_ends_with_status_one_and_says_why(server: Se
     os.kill(engine, signal.SIGKILL)
     server.wait_until_gone()
     assert server.process.returncode == 1
-    assert "EngineCore_0 died" in server.log.read_text()
+    assert "EngineCore died" in server.log.read_text()
+    assert "restart it, and it comes back with every committed revision" in server.log.read_text()
