@@ -10,7 +10,8 @@ benchmarks/results/soak.json; a shorter one only prints them.
 
 Memory is what the server's processes have for themselves, without pages of files: those come and go with whoever else
 maps them. It is compared from a warm point on, when the live revisions are as many as they stay and the engine has met
-its batch shapes, by medians of a window there and of the last.
+its batch shapes, by medians of a window there and of the last. The server runs with the allocator settings that the
+README recommends for CPU: under glibc's own the heap of a rank grows in holes between buffers, with or without Epochless.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ PROMPTS = [f"Soak {n}: what this stream says is one policy's and no other's. " *
 TOKENS = (8, 24, 64)
 POLICY = "team/soak"
 FLAGS = ("--max-loras", "3", "--max-cpu-loras", "32", "--epochless-keep", "4", "--max-num-seqs", "64")
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "67108864"}
 PUBLISH_S = 1.0
 END_S = 180.0  # a request that takes longer is counted as hung
 IDLE_PUBLICATIONS = 20  # before the first stream, to compare with
@@ -321,7 +323,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         said = prepare(root)
-        with running(root, *FLAGS) as server:
+        with running(root, *FLAGS, **ALLOCATOR) as server:
             soak = Soak(server, root, said, arguments.seconds)
             asyncio.run(soak.run(arguments.streams))
             observed = soak.observed

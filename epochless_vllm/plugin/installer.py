@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from epochless_vllm.errors import CapacityError, RefusedAdapterError
-from epochless_vllm.plugin import heap
 from epochless_vllm.plugin.background import short_turns, step_aside
 from epochless_vllm.plugin.expectations import (
     DTYPE_OF_TORCH,
@@ -332,7 +331,6 @@ class LoRAInstaller:
         self._held.pop(lora_int_id, None)
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
-        heap.give_back()
         return {"rank": self._rank, "removed": removed, "lora_int_id": lora_int_id}
 
     def held(self) -> dict[int, str]:
