@@ -10,8 +10,8 @@ benchmarks/results/soak.json; a shorter one only prints them.
 
 Memory is what the server's processes have for themselves, without pages of files: those come and go with whoever else
 maps them. It is compared from a warm point on, when the live revisions are as many as they stay and the engine has met
-its batch shapes, by medians of a window there and of the last. The server runs with the allocator settings that the
-README recommends for CPU: under glibc's own the heap of a rank grows in holes between buffers, with or without Epochless.
+its batch shapes, by medians of a window there and of the last. The server runs with the allocator settings the README
+recommends for CPU: under glibc's own the heap of a rank grows in holes between buffers, with or without Epochless.
 """
 
 from __future__ import annotations
