@@ -4,7 +4,8 @@ Sixteen greedy streams decode on one revision of a 125M-parameter model, engine 
 without one publication a second. Steps grow longer as contexts do, by tens of percent over a run: windows are ordered
 idle, publishing, publishing, idle, and every figure is the mean of its windows', so that a steady growth cancels; the
 throughput is that of the mean gap. ``stock`` does the same with vLLM's own ``add_lora`` under fresh names and ids, the
-best it offers. Run: ``python benchmarks/bench_publish.py``; writes benchmarks/results/publish.json.
+best it offers. Run: ``python benchmarks/bench_publish.py [--streams 64]``; writes benchmarks/results/publish.json, or
+publish_<streams>.json.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ BLOCKS = 2
 LARGE_RANK = 96  # about 64 MB on the 125M model in float32
 
 
-def engine_arguments(store: str | None) -> Any:
+def engine_arguments(store: str | None, streams: int) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     arguments: dict[str, Any] = {
@@ -43,7 +44,7 @@ def engine_arguments(store: str | None) -> Any:
         "max_loras": 4,
         "max_cpu_loras": 16,
         "max_model_len": 4096,
-        "max_num_seqs": 2 * STREAMS,
+        "max_num_seqs": 2 * streams,
         "async_scheduling": False,
         "disable_log_stats": True,
     }
@@ -103,10 +104,10 @@ async def stream(engine: Any, lora: Any, name: str, arrivals: list[float]) -> No
         arrivals.append(time.perf_counter())
 
 
-async def measure(store: str | None) -> dict[str, Any]:
+async def measure(store: str | None, streams: int) -> dict[str, Any]:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    engine = AsyncLLM.from_engine_args(engine_arguments(store))
+    engine = AsyncLLM.from_engine_args(engine_arguments(store, streams))
     publisher = Publisher(engine, store)
     adapters = [adapter(seed) for seed in range(1, 31)]
     try:
@@ -115,8 +116,8 @@ async def measure(store: str | None) -> dict[str, Any]:
         await publisher.pump()
         large = [(await publisher.publish(adapter(100 + i, rank=LARGE_RANK), "large"))[0] for i in range(5)]
         await publisher.pump()
-        arrivals: list[list[float]] = [[] for _ in range(STREAMS)]
-        tasks = [asyncio.create_task(stream(engine, lora, f"s{i}", arrivals[i])) for i in range(STREAMS)]
+        arrivals: list[list[float]] = [[] for _ in range(streams)]
+        tasks = [asyncio.create_task(stream(engine, lora, f"s{i}", arrivals[i])) for i in range(streams)]
         while min(len(a) for a in arrivals) < 8:
             await asyncio.sleep(0.05)
         windows: dict[str, list[tuple[float, float]]] = {"idle": [], "publishing": []}
@@ -163,12 +164,13 @@ def summarise(arrivals: list[list[float]], spans: list[tuple[float, float]]) -> 
         "p50_ms": mean_ms(lambda gaps: quantile(gaps, 0.5)),
         "p99_ms": mean_ms(lambda gaps: quantile(gaps, 0.99)),
         "max_ms": 1000 * max(map(max, windows)),
-        "tokens_per_s": 1000 * STREAMS / mean_ms(statistics.mean),
+        "tokens_per_s": 1000 * len(arrivals) / mean_ms(statistics.mean),
     }
 
 
 def milliseconds(values: list[float]) -> dict[str, float]:
-    return {"median": 1000 * statistics.median(values), "min": 1000 * min(values), "max": 1000 * max(values)}
+    named = {"median": statistics.median(values), "p99": quantile(values, 0.99), "min": min(values), "max": max(values)}
+    return {name: 1000 * value for name, value in named.items()}
 
 
 def microseconds(service: Any) -> dict[str, float]:
@@ -245,6 +247,8 @@ def compare(stock: dict[str, Any], ours: dict[str, Any]) -> dict[str, float]:
         "stock_p99_publishing_over_idle": stock["publishing"]["p99_ms"] / stock["idle"]["p99_ms"],
         "stock_throughput_publishing_over_idle": stock["publishing"]["tokens_per_s"] / stock["idle"]["tokens_per_s"],
         "throughput_over_stock_idle": ours["idle"]["tokens_per_s"] / stock["idle"]["tokens_per_s"],
+        "p99_publish_under_load_over_idle": ours["publish_ms"]["under_load"]["p99"]
+        / ours["publish_ms"]["idle"]["median"],
         "visible_over_bound": ours["publish_ms"]["idle"]["median"] / bound("idle", "small"),
         "visible_large_over_bound": ours["publish_ms"]["large"]["median"] / bound("large", "large"),
     }
@@ -254,24 +258,33 @@ def compare(stock: dict[str, Any], ours: dict[str, Any]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--variant", choices=("stock", "epochless"))
+    parser.add_argument("--streams", type=int, default=STREAMS)
     arguments = parser.parse_args()
     if arguments.variant:
         store = None
         if arguments.variant == "epochless":
             store = str(BUILD / "store")
             shutil.rmtree(store, ignore_errors=True)
-        print(json.dumps(asyncio.run(measure(store))))
+        print(json.dumps(asyncio.run(measure(store, arguments.streams))))
         return
     for seed in range(1, 31):
         adapter(seed)
     for seed in range(100, 105):
         adapter(seed, rank=LARGE_RANK)
-    stock = run_variant(Path(__file__), "stock", [], stock=True)
-    ours = run_variant(Path(__file__), "epochless", [], stock=False)
-    report = {"rank": RANK, "streams": STREAMS, "ratios": compare(stock, ours), "stock": stock, "epochless": ours}
+    passed = ["--streams", str(arguments.streams)]
+    stock = run_variant(Path(__file__), "stock", passed, stock=True)
+    ours = run_variant(Path(__file__), "epochless", passed, stock=False)
+    report = {
+        "rank": RANK,
+        "streams": arguments.streams,
+        "ratios": compare(stock, ours),
+        "stock": stock,
+        "epochless": ours,
+    }
     results = Path(__file__).parent / "results"
     results.mkdir(exist_ok=True)
-    (results / "publish.json").write_text(json.dumps(report, indent=1) + "\n")
+    name = "publish.json" if arguments.streams == STREAMS else f"publish_{arguments.streams}.json"
+    (results / name).write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(report, indent=1))
 
 

@@ -118,10 +118,10 @@ def refresh_gate(core: Any) -> None:
     getattr(core, GATE).set_held(common)
 
 
-def epochless_holders(self: Any, lora_int_id: int) -> int:
-    """Return the requests that hold an adapter here, those on their way to the scheduler included."""
-    entering: int = getattr(self, GATE).entering(lora_int_id)
-    return entering + count_scheduled(self, lora_int_id)
+def epochless_holders(self: Any, lora_int_ids: list[int]) -> list[int]:
+    """Return the requests that hold each adapter here, those on their way to the scheduler included."""
+    gate = getattr(self, GATE)
+    return [gate.entering(lora_int_id) + count_scheduled(self, lora_int_id) for lora_int_id in lora_int_ids]
 
 
 def install() -> None:

@@ -120,15 +120,20 @@ def begin_deployment(config: Any, options: Options) -> None:
 
 
 def refuse_open_store(store: Path) -> None:
-    """Require that not everybody may change the store.
+    """Require that not everybody may change the store, or what is directly in it.
 
     Raises:
         ConfigurationError: everybody may write there; what the journal says could be anybody's.
     """
-    if store.stat().st_mode & stat.S_IWOTH:
-        raise ConfigurationError(
-            f"--epochless-store {store}: everybody may write there; run: chmod o-w {store}", flag="store"
-        )
+    for path in (store, *sorted(store.iterdir())):
+        try:
+            mode = path.stat().st_mode
+        except FileNotFoundError:  # a side file of SQLite's that just went, or a link to nothing
+            continue
+        if mode & stat.S_IWOTH:
+            raise ConfigurationError(
+                f"--epochless-store {store}: everybody may write to {path}; run: chmod o-w {path}", flag="store"
+            )
 
 
 def _begin_epoch(store: Path) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import time
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from epochless_vllm.plugin.background import short_turns, step_aside
@@ -137,9 +138,17 @@ class EngineRanks:
 
     def holders(self, lora_int_id: int) -> int:
         """Return the requests that hold an adapter in any engine; an engine that did not answer counts as one."""
-        answers = self._transport.call("epochless_holders", lora_int_id)
-        missing = len(self._engines) - len(answers)
-        return missing + sum(1 if isinstance(a, BaseException) else int(a) for a in answers.values())
+        return self.holders_of([lora_int_id])[lora_int_id]
+
+    def holders_of(self, lora_int_ids: Sequence[int]) -> dict[int, int]:
+        """Return ``holders`` of each adapter, for one call of every engine."""
+        ids = list(lora_int_ids)
+        counts = dict.fromkeys(ids, len(self._engines))
+        for answer in self._transport.call("epochless_holders", ids).values():
+            if not isinstance(answer, BaseException):
+                for lora_int_id, held in zip(ids, answer, strict=True):
+                    counts[lora_int_id] += int(held) - 1
+        return counts
 
     def note_expected(self, revision_id: str, registered: str) -> None:
         """Take the registered digest of a revision about to be published from whoever has just computed it here."""

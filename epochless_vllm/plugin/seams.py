@@ -31,6 +31,7 @@ def install_seams(options: Options) -> None:
         control,
         core,
         draw_keys,
+        exit_status,
         failed_rows,
         fairness,
         labels,
@@ -61,7 +62,7 @@ def install_seams(options: Options) -> None:
         recovery,
         spinning,
     )
-    for seam in (*in_engine, admission, routes, labels, metrics):
+    for seam in (*in_engine, admission, routes, labels, metrics, exit_status):
         seam.install()
     orphans.watch_coordinator()
     punica.install(options)

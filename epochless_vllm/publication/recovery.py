@@ -6,6 +6,7 @@ Called with the coordinator's lock held, in an epoch of its own. Knows no reques
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,6 +19,7 @@ from epochless_vllm.publication.retirement import Retirement
 from epochless_vllm.publication.rounds import Failure, Rounds
 
 RECOVERY = 0  # the transaction of these messages; the journal's own begin at 1
+AHEAD = 2  # revisions the ranks read while another is examined; each is in memory once more until it is registered
 
 
 class Revisions(Protocol):
@@ -55,10 +57,19 @@ def recover_adapters(
     heads = {head.revision_id for head in state.heads.values()}
     prepared = []
     # Heads first: if one cannot be served, the start ends before anything is held against the others.
-    for revision_id in sorted(state.adapters, key=lambda item: (item not in heads, state.adapters[item])):
-        if revision_id in state.quarantine or _is_leaving(journal, revision_id):
-            continue
-        failure = _prepare(journal, rounds, revision_id, state.adapters[revision_id])
+    ordered = sorted(state.adapters, key=lambda item: (item not in heads, state.adapters[item]))
+    orders = [
+        _order(journal, revision_id, state.adapters[revision_id])
+        for revision_id in ordered
+        if revision_id not in state.quarantine and not _is_leaving(journal, revision_id)
+    ]
+    coming = iter(orders[1:])
+    for place, order in enumerate(orders):
+        # What the ranks answer is looked at when it is the revision's turn: it is begun again then.
+        for following in itertools.islice(coming, 1 if place else AHEAD):
+            rounds.ask({**following, "kind": "prepare_begin"})
+        revision_id = order["revision_id"]
+        failure = _prepare(rounds, order)
         if failure is None:
             prepared.append(revision_id)
         else:
@@ -70,13 +81,16 @@ def _is_leaving(journal: Journal, revision_id: RevisionId) -> bool:
     return all(holding.draining for key, holding in journal.state.holdings.items() if key[1] == revision_id)
 
 
-def _prepare(journal: Journal, rounds: Rounds, revision_id: RevisionId, lora_int_id: int) -> Failure | None:
-    order: dict[str, Any] = {
+def _order(journal: Journal, revision_id: RevisionId, lora_int_id: int) -> dict[str, Any]:
+    return {
         "epoch": journal.epoch,
         "transaction_id": RECOVERY,
         "revision_id": revision_id,
         "lora_int_id": lora_int_id,
     }
+
+
+def _prepare(rounds: Rounds, order: dict[str, Any]) -> Failure | None:
     try:
         rounds.prepare(order)
     except EpochlessError as error:

@@ -6,6 +6,7 @@ the adapter. Every step may be repeated. Called with the coordinator's lock held
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,11 +48,12 @@ class Retirement:
 
     def pump(self) -> int:
         """Remove what nothing uses any more; return how many bindings go on draining."""
-        remaining = 0
-        for key, holding in self._journal.state.holdings.items():
-            if holding.draining and not self._finish(key):
-                remaining += 1
-        return remaining
+        state = self._journal.state
+        draining = [key for key, holding in state.holdings.items() if holding.draining]
+        if not draining:
+            return 0
+        in_flight = self._ranks.holders_of(sorted({state.adapters[key[1]] for key in draining}))
+        return len(draining) - sum([self._finish(key, in_flight) for key in draining])
 
     def draining(self, key: BindingKey) -> Draining:
         state = self._journal.state
@@ -96,14 +98,15 @@ class Retirement:
         state = self._journal.state
         return _is_last(state, key) and self._ranks.holders(state.adapters[key[1]]) == 0
 
-    def _finish(self, key: BindingKey) -> bool:
+    def _finish(self, key: BindingKey, in_flight: Mapping[int, int]) -> bool:
         state = self._journal.state
         revision_id = key[1]
         # Another policy's binding keeps the adapter; then there is nothing to wait for and nothing to remove.
         if _is_last(state, key):
             lora_int_id = state.adapters[revision_id]
-            if self._ranks.holders(lora_int_id) != 0:
+            if in_flight[lora_int_id] != 0:
                 return False
+            # Each engine counts once more before its ranks remove: what came since then keeps the adapter.
             crash_point("retire.fence")
             if not self._remove(revision_id, lora_int_id):
                 return False

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -39,6 +39,9 @@ class Ranks(Protocol):
 
     def holders(self, lora_int_id: int) -> int:
         """Return how many requests, admitted anywhere and not finished, may still use the id; negative: unknown."""
+
+    def holders_of(self, lora_int_ids: Sequence[int]) -> Mapping[int, int]:
+        """Return ``holders`` of each id, for one message: what counts is the wait for the engine's step."""
 
     def expected_registered(self, revision_id: RevisionId) -> str | None:
         """Return the registered_digest every rank must report, computed apart from them; None: not checked."""

@@ -11,7 +11,7 @@ import json
 import os
 import selectors
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -106,6 +106,9 @@ class PipeRanks:
 
     def holders(self, lora_int_id: int) -> int:
         return 0
+
+    def holders_of(self, lora_int_ids: Sequence[int]) -> dict[int, int]:
+        return {lora_int_id: self.holders(lora_int_id) for lora_int_id in lora_int_ids}
 
     def expected_registered(self, revision_id: RevisionId) -> str | None:
         return expected_registered(self.root, revision_id)

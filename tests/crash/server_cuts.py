@@ -221,8 +221,9 @@ class Chain:
         if cut.process == "API server":
             wanted = -signal.SIGKILL if cut.manner == "kill" else CRASH_EXIT_CODE
             assert status == wanted, f"the server ended with {status}: {server.log.read_text()[-2000:]}"
-        elif cut.process == "rank":  # the engine's client tells it; the server itself then ends in order
+        elif cut.process == "rank":
             assert "died unexpectedly" in server.log.read_text(), "no rank was cut"
+            assert status == 1, f"the server ended with {status}, and a supervisor would leave it down"
         else:
             assert status != 0, "the server started"
         server.wait_until_gone()

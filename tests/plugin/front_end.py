@@ -74,7 +74,7 @@ class RankTransport:
 
     def call(self, method: str, *arguments: Any) -> dict[int, Any]:
         if method == "epochless_holders":
-            return {0: self.holding[arguments[0]]}
+            return {0: [self.holding[lora_int_id] for lora_int_id in arguments[0]]}
         (message,) = arguments
         return {0: [participant.handle(message) for participant in self.participants]}
 

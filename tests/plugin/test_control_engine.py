@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.plugin.servers import Server, running
+from tests.plugin.servers import Server, members, running
 from tests.tiny_model import make_adapter, make_model
 
 pytestmark = pytest.mark.engine
@@ -146,3 +148,14 @@ def test_whatever_could_change_weights_is_refused_with_the_reason(
 def test_calls_that_read_are_answered(server: Server) -> None:
     answer = server.post("/collective_rpc", method="list_loras")
     assert answer.status_code == 200, answer.text
+
+
+def test_a_server_whose_engine_dies_ends_with_status_one_and_says_why(server: Server) -> None:
+    """Last of the module: afterwards there is no server."""
+    comm = {pid: Path(f"/proc/{pid}/comm").read_text() for pid in members(server.process.pid)}
+    (engine,) = [pid for pid, name in comm.items() if name.startswith("VLLM::EngineCor")]
+    os.kill(engine, signal.SIGKILL)
+    server.wait_until_gone()
+    assert server.process.returncode == 1
+    assert "EngineCore died" in server.log.read_text()
+    assert "restart it, and it comes back with every committed revision" in server.log.read_text()

@@ -212,11 +212,19 @@ def test_what_a_server_writes_is_its_own(tmp_path: Path) -> None:
 
 
 def test_a_store_everybody_may_write_to_is_refused(tmp_path: Path) -> None:
+    journal, revisions = tmp_path / "journal.sqlite", tmp_path / "revisions"
+    journal.touch(mode=0o600)
+    revisions.mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to("/nowhere")
     refuse_open_store(tmp_path)
-    tmp_path.chmod(0o777)
-    with pytest.raises(ConfigurationError, match="chmod"):
-        refuse_open_store(tmp_path)
-    tmp_path.chmod(0o700)
+    for path in (tmp_path, journal, revisions):
+        mode = path.stat().st_mode
+        path.chmod(mode | 0o002)
+        with pytest.raises(ConfigurationError, match=f"chmod o-w {path}$") as caught:
+            refuse_open_store(tmp_path)
+        assert caught.value.fields["flag"] == "store"
+        path.chmod(mode)
+    refuse_open_store(tmp_path)
 
 
 def test_the_request_that_published_is_not_in_the_way_of_the_next(tmp_path: Path, place: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,17 @@ from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
 
 from epochless_vllm import errors
 from epochless_vllm.plugin import metrics
+from epochless_vllm.protocol.manifest import RevisionId
+from epochless_vllm.protocol.publication import (
+    Committed,
+    Intended,
+    Intent,
+    Quarantined,
+    RetireBegan,
+    Retired,
+    State,
+    apply,
+)
 from tests.adapters import make_adapter
 from tests.plugin.front_end import FrontEnd, run_front_end
 
@@ -62,6 +74,55 @@ def test_a_thousand_policies_make_no_more_series() -> None:
     lines = [line for line in generate_latest(registry).decode().splitlines() if not line.startswith("#")]
     assert len(lines) < 60
     assert 'epochless:admissions_total{outcome="other"} 1000.0' in lines
+
+
+def cycles(numbers: range) -> Iterator[State]:
+    """Yield a state after each step of so many publications and retirements, each of its own policy and content."""
+    state = State()
+    for number in numbers:
+        policy, revision_id = f"policy-{number}", RevisionId(f"sha256:{number:064x}")
+        intent = Intent(state.last_transaction_id + 1, policy, number, revision_id, state.last_lora_int_id + 1)
+        for event in (
+            Intended(intent),
+            Committed(intent.transaction_id, state.sequence + 1),
+            Quarantined(revision_id, f"engine0/rank{number}", f"reason {number}"),
+            RetireBegan(policy, revision_id),
+            Retired(policy, revision_id),
+        ):
+            state = apply(state, event)
+            yield state
+
+
+def observe_cycles(registry: CollectorRegistry, numbers: range) -> set[tuple[str, ...]]:
+    """Show the cycles in a registry's series; return what identifies each of them afterwards."""
+    for state in cycles(numbers):
+        metrics.observe_state(state)
+        metrics.count_publication(f"sha256:{state.sequence:064x}", 0.1)
+        metrics.count_publication("committed", 0.1)
+        metrics.count_retirements(1)
+    return {
+        (sample.name, *sorted(sample.labels.values())) for metric in registry.collect() for sample in metric.samples
+    }
+
+
+def test_five_hundred_publications_and_retirements_make_no_more_series_than_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    registry = CollectorRegistry()
+    series = metrics.Series(registry)
+    monkeypatch.setattr(metrics, "series", lambda: series)
+    first = observe_cycles(registry, range(1, 2))
+    assert observe_cycles(registry, range(1, 501)) == first
+    assert len(first) < 60
+
+
+def test_a_series_named_after_a_revision_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    registry = CollectorRegistry()
+    series = metrics.Series(registry)
+    monkeypatch.setattr(metrics, "series", lambda: series)
+    monkeypatch.setattr(metrics, "bounded", lambda outcome: outcome)
+    first = observe_cycles(registry, range(1, 2))
+    assert len(observe_cycles(registry, range(1, 11)) - first) >= 9
 
 
 WORKER = """

@@ -81,10 +81,12 @@ def test_a_reply_standing_in_another_ranks_place_is_detected(tmp_path: Path) -> 
 
 
 def test_an_engine_that_does_not_answer_counts_as_a_holder(tmp_path: Path) -> None:
-    client = TwoEngines({0: 0, 1: RuntimeError("lost")})
+    client = TwoEngines({0: [0], 1: RuntimeError("lost")})
     assert on_loop(lambda loop: ranks(client, tmp_path, loop).holders(5)) == 1
-    client = TwoEngines({0: 2, 1: 3})
+    client = TwoEngines({0: [2], 1: [3]})
     assert on_loop(lambda loop: ranks(client, tmp_path, loop).holders(5)) == 5
+    client = TwoEngines({0: [2, 0], 1: [3, 0]})
+    assert on_loop(lambda loop: ranks(client, tmp_path, loop).holders_of([5, 6])) == {5: 5, 6: 0}
 
 
 class SilentEngines(TwoEngines):

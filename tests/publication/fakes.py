@@ -11,7 +11,7 @@ import json
 import multiprocessing
 import struct
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -128,6 +128,9 @@ class LocalRanks:
 
     def holders(self, lora_int_id: int) -> int:
         return self.in_flight.get(lora_int_id, 0)
+
+    def holders_of(self, lora_int_ids: Sequence[int]) -> dict[int, int]:
+        return {lora_int_id: self.holders(lora_int_id) for lora_int_id in lora_int_ids}
 
     def expected_registered(self, revision_id: RevisionId) -> str | None:
         return expected_registered(self.root, revision_id)

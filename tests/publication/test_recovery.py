@@ -19,6 +19,7 @@ from epochless_vllm.protocol.publication import STORE_RANK, Intended, Intent, St
 from epochless_vllm.protocol.resolution import resolve_model
 from epochless_vllm.publication.coordinator import Coordinator
 from epochless_vllm.publication.journal import Journal
+from epochless_vllm.publication.recovery import AHEAD
 from epochless_vllm.store.revisions import RevisionStore
 from tests.publication.conftest import MakeService, Revisions, Service
 from tests.publication.fakes import add_revisions, make_ranks, refuse
@@ -64,6 +65,25 @@ def test_recovering_twice_changes_nothing(earlier: Service, make_service: MakeSe
     assert set(again.coordinator.recover().prepared) == {revisions[2], revisions[3]}
     assert again.journal.state == state
     assert [len(installer.loads) for installer in first.ranks.installers.values()] == [2, 2, 2]
+
+
+def test_ranks_read_ahead_of_what_is_examined_and_never_far(make_service: MakeService, revisions: Revisions) -> None:
+    earlier = make_service()
+    for index in range(5):
+        earlier.coordinator.publish(revisions[index], "p", index + 1)
+    service = make_service(deadline_s=20.0)
+    assert len(service.coordinator.recover().prepared) == 5
+    # Of each message, how many revisions are begun and not committed once it was sent.
+    unsettled: set[str] = set()
+    most = 0
+    for message in service.ranks.sent:
+        if message["kind"] == "commit":
+            unsettled.discard(message["revision_id"])
+        else:
+            unsettled.add(message["revision_id"])
+        most = max(most, len(unsettled))
+    assert most == 1 + AHEAD
+    assert [len(installer.loads) for installer in service.ranks.installers.values()] == [5, 5, 5]
 
 
 def test_an_empty_store_recovers_nothing(make_service: MakeService) -> None:

@@ -49,6 +49,24 @@ def test_a_revision_in_use_drains_with_its_count_and_goes_after_its_last_request
     assert service.journal.receipts(2) == {}
 
 
+def test_the_engine_is_asked_once_for_all_that_drain(
+    service: Service, revisions: Revisions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[int]] = []
+    holders_of = service.ranks.holders_of
+    monkeypatch.setattr(service.ranks, "holders_of", lambda ids: asked.append(list(ids)) or holders_of(ids))
+    service.ranks.in_flight.update({1: 1, 2: 1})
+    for index in range(2):
+        service.coordinator.retire("p", revisions[index])
+    service.coordinator.retire("q", None)
+    assert service.coordinator.pump_retirements() == 2  # q's hold on the adapter of 1 ends, p's waits
+    assert asked == [[1, 2]]
+    assert held(service) == {1, 2, 3}
+    service.ranks.in_flight.clear()
+    assert service.coordinator.pump_retirements() == 0
+    assert held(service) == {3}
+
+
 def test_retiring_twice_reports_again_and_then_says_gone(service: Service, revisions: Revisions) -> None:
     service.ranks.in_flight[2] = 1
     first = service.coordinator.retire("p", revisions[1])
