@@ -186,7 +186,8 @@ def _check_text(response: bytes | None, verified: VerifiedReceipt, decoder: Toke
         raise InvalidRequestError("check-text: there is no answer; give one as the file or by --response", field="text")
     tokens = [token for block in verified.blocks for token in block.tokens]
     reason = "" if verified.final is None else verified.final.finish_reason
-    check_text(response, verified.header.choice_index, tokens, reason, decoder)
+    header = verified.header
+    check_text(response, header.choice_index, tokens, reason, decoder, prompt_index=header.prompt_index)
 
 
 @contextmanager

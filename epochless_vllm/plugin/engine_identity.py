@@ -18,6 +18,7 @@ from epochless_vllm.protocol.canonical import encode_canonical
 from epochless_vllm.protocol.digests import Digest, digest
 from epochless_vllm.store.tokenizer_files import compute_tokenizer_digest
 
+
 @dataclass(frozen=True)
 class EngineIdentity:
     """The engine's part of every header.

@@ -101,7 +101,9 @@ class ChoiceRecorder:
         tokens = [token for token_ids, _ in self._waiting for token in token_ids]
         rows = np.concatenate([rows for _, rows in self._waiting]) if len(self._waiting) > 1 else self._waiting[0][1]
         self._waiting, self._waiting_tokens = [], 0
-        columns: list[list[int]] = rows.T.tolist()  # lists: for a block's length, NumPy's calls cost more than they save
+        columns: list[list[int]] = (
+            rows.T.tolist()
+        )  # lists: for a block's length, NumPy's calls cost more than they save
         if columns[token_rows.LORA].count(self._lora_int_id) != len(tokens):
             raise TokenRowsError(
                 f"{self._name}: a token was sampled by another revision than was admitted; report this"
