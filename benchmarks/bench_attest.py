@@ -17,7 +17,12 @@ meanwhile (measured in the worst case only). Where there is one core only, the f
 A round gives one ratio of throughput and of CPU time per pair; reported are the geometric mean over rounds and the
 lower (throughput) or upper (CPU time) bound of its one-sided 95 % bootstrap interval. The p99 gap is that of the gaps
 of all rounds together (a round alone has too few for a 99th percentile), its bound by bootstrap over rounds. CPU time
-is that of the whole process, all threads: it tells what receipts cost where other work disturbs the clock.
+is that of the whole process, all threads.
+
+Two figures are no difference of two runs and stand where a machine is noisy: ``loop_share``, the part of a run that the
+step loop's own thread spends on receipts, the last wait for them included, and ``p99_stretch``, over all gaps together,
+a gap divided by the gap without what that thread spent on receipts in it. They do not tell what the loop waits for a
+thread beside it.
 """
 
 from __future__ import annotations
@@ -98,12 +103,15 @@ class Engine:
         for length in itertools.islice(waiting, streams):
             self._add(length, lora)
         take = taker(attest)
-        ends, pending = [], []
+        ends, pending, spent = [], [], []
         busy, own, began = busy_seconds(), time.process_time(), time.perf_counter()
         while engine.has_unfinished_requests():
+            spent.append(0.0)
             for output in engine.step():
                 if output.finished:
+                    spent[-1] -= time.perf_counter()
                     pending.append(take(output))
+                    spent[-1] += time.perf_counter()
                     for length in itertools.islice(waiting, 1):
                         self._add(length, lora)
             ends.append(time.perf_counter())
@@ -111,10 +119,17 @@ class Engine:
             if isinstance(each, Future):
                 each.result()
         elapsed, used = time.perf_counter() - began, time.process_time() - own
+        share = (sum(spent) + elapsed - (ends[-1] - began)) / elapsed
         foreign = max(0.0, busy_seconds() - busy - used) / (elapsed * (os.cpu_count() or 1))
         gaps = [later - earlier for earlier, later in itertools.pairwise(ends)]
-        rate = sum(lengths) / elapsed
-        return {"tokens_per_second": rate, "cpu_s": used, "gaps_s": gaps, "foreign": foreign}
+        return {
+            "tokens_per_second": sum(lengths) / elapsed,
+            "cpu_s": used,
+            "gaps_s": gaps,
+            "stretches": [gap / (gap - own_s) for gap, own_s in zip(gaps, spent[1:], strict=True)],
+            "share": share,
+            "foreign": foreign,
+        }
 
     def _add(self, tokens: int, lora: Any) -> None:
         from vllm import SamplingParams
@@ -231,6 +246,11 @@ def measure(rounds: int, tokens: int, loads: Sequence[str], shapes: Sequence[str
                 "tokens_per_second": {
                     mode: statistics.median(run["tokens_per_second"] for run in done) for mode, done in runs.items()
                 },
+                "p99_stretch": {
+                    mode: quantile([each for run in done for each in run["stretches"]], 0.99)
+                    for mode, done in runs.items()
+                },
+                "loop_share": {mode: statistics.fmean(run["share"] for run in done) for mode, done in runs.items()},
                 **{f"{ours}_vs_{theirs}": compare(runs[ours], runs[theirs]) for ours, theirs in pairs},
                 "largest_disturbance": max(run["foreign"] for done in runs.values() for run in done),
             }
