@@ -1,13 +1,28 @@
 """What exact sampling and receipts cost a serving engine, against attestation off and against stock vLLM.
 
-    python benchmarks/bench_attest.py [--quick | --rounds N --tokens N] [--output benchmarks/results/attest.json]
+    python benchmarks/bench_attest.py [--quick] [--rounds N] [--tokens N] [--load base|adapter]
+                                      [--shape together|spread] [--without-stock] [--output FILE]
 
 A random 125M-parameter Llama in two engines, one stock, one with Epochless, each in a process of its own on the same
 core; they take turns within every round, and so do attestation off and full receipts within Epochless. Streams are
-sampled at temperature 1 without a seed. A round gives one ratio per pair; reported are the geometric mean over rounds
-and the lower (throughput) or upper (gap) bound of its one-sided 95 % bootstrap interval. Receipts are made by
-``epochless_vllm.plugin.engine.receipts`` as each response ends, within the measured time; where that does not exist,
-their part of the result is null.
+sampled at temperature 1 without a seed. The shapes: ``together``, every stream has the same length, so that all
+receipts fall due in one step, the worst case for a gap; ``spread``, lengths run evenly from half to one and a half
+times ``--tokens`` and the next request takes an ended stream's place, as rollouts do.
+
+Receipts are made within the measured time, in two ways: ``receipts``, by ``epochless_vllm.plugin.engine.seal`` as each
+response ends, a thread beside the step loop making them on another core, and waited for before the clock stops;
+``in_step``, by ``epochless_vllm.plugin.engine.receipts``, on the step loop's own thread, which does nothing else
+meanwhile (measured in the worst case only). Where there is one core only, the first has no advantage.
+
+A round gives one ratio of throughput and of CPU time per pair; reported are the geometric mean over rounds and the
+lower (throughput) or upper (CPU time) bound of its one-sided 95 % bootstrap interval. The p99 gap is that of the gaps
+of all rounds together (a round alone has too few for a 99th percentile), its bound by bootstrap over rounds. CPU time
+is that of the whole process, all threads.
+
+Two figures are no difference of two runs and stand where a machine is noisy: ``loop_share``, the part of a run that the
+step loop's own thread spends on receipts, the last wait for them included, and ``p99_stretch``, over all gaps together,
+a gap divided by the gap without what that thread spent on receipts in it. They do not tell what the loop waits for a
+thread beside it.
 """
 
 from __future__ import annotations
@@ -23,6 +38,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +48,7 @@ from engines import RANK, ROOT, adapter, model_125m, quantile, variant_environme
 
 LOADS = ("base", "adapter")
 STREAMS = (16, 64)
+SHAPES = ("together", "spread")
 PROMPT_TOKENS = 16
 VOCABULARY = 32000
 
@@ -62,29 +80,61 @@ class Engine:
             **settings,
         )
         self._requests = 0
-        self._receipts = None
         if variant == "epochless":
             from epochless_vllm.plugin import engine
 
             engine.publish(self.llm, adapter(1), policy="policy")
             self._adapter = engine.resolve(self.llm, "policy")
-            self._receipts = getattr(engine, "receipts", None)
         else:
             from vllm.lora.request import LoRARequest
 
             self._adapter = LoRARequest("policy", 1, str(adapter(1)))
 
-    @property
-    def has_receipts(self) -> bool:
-        return self._receipts is not None
+    def run(self, *, load: str, shape: str, streams: int, tokens: int, attest: str) -> dict[str, Any]:
+        """Return tokens and CPU seconds per second over a whole run, and the gaps between its steps in seconds.
 
-    def run(self, *, load: str, streams: int, tokens: int, attest: bool) -> dict[str, Any]:
-        """Return tokens per second over a whole run, and the gaps between tokens in seconds."""
+        Args:
+            attest: ``none``, ``receipts`` or ``in_step``.
+        """
+        engine = self.llm.llm_engine
+        lora = self._adapter if load == "adapter" else None
+        lengths = lengths_of(shape, streams, tokens)
+        waiting = iter(lengths)
+        for length in itertools.islice(waiting, streams):
+            self._add(length, lora)
+        take = taker(attest)
+        ends, pending, spent = [], [], []
+        busy, own, began = busy_seconds(), time.process_time(), time.perf_counter()
+        while engine.has_unfinished_requests():
+            spent.append(0.0)
+            for output in engine.step():
+                if output.finished:
+                    spent[-1] -= time.perf_counter()
+                    pending.append(take(output))
+                    spent[-1] += time.perf_counter()
+                    for length in itertools.islice(waiting, 1):
+                        self._add(length, lora)
+            ends.append(time.perf_counter())
+        for each in pending:
+            if isinstance(each, Future):
+                each.result()
+        elapsed, used = time.perf_counter() - began, time.process_time() - own
+        share = (sum(spent) + elapsed - (ends[-1] - began)) / elapsed
+        foreign = max(0.0, busy_seconds() - busy - used) / (elapsed * (os.cpu_count() or 1))
+        gaps = [later - earlier for earlier, later in itertools.pairwise(ends)]
+        return {
+            "tokens_per_second": sum(lengths) / elapsed,
+            "cpu_s": used,
+            "gaps_s": gaps,
+            "stretches": [gap / (gap - own_s) for gap, own_s in zip(gaps, spent[1:], strict=True)],
+            "share": share,
+            "foreign": foreign,
+        }
+
+    def _add(self, tokens: int, lora: Any) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        engine = self.llm.llm_engine
-        lora = self._adapter if load == "adapter" else None
         params = SamplingParams(
             max_tokens=tokens,
             ignore_eos=True,
@@ -92,24 +142,27 @@ class Engine:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,  # as LLM.generate asks
         )
-        for row in range(streams):
-            self._requests += 1
-            ids = [(7 * row + 13 * place + self._requests) % VOCABULARY for place in range(PROMPT_TOKENS)]
-            engine.add_request(str(self._requests), {"prompt_token_ids": ids}, params, lora_request=lora)
-        ends = []
-        busy, own, began = busy_seconds(), time.process_time(), time.perf_counter()
-        while engine.has_unfinished_requests():
-            outputs = engine.step()
-            if attest:
-                assert self._receipts is not None
-                for output in outputs:
-                    if output.finished:
-                        self._receipts(output)
-            ends.append(time.perf_counter())
-        elapsed = ends[-1] - began
-        foreign = max(0.0, busy_seconds() - busy - (time.process_time() - own)) / (elapsed * (os.cpu_count() or 1))
-        gaps = [later - earlier for earlier, later in itertools.pairwise(ends)]
-        return {"tokens_per_second": streams * tokens / elapsed, "p99_gap_s": quantile(gaps, 0.99), "foreign": foreign}
+        self._requests += 1
+        ids = [(7 * self._requests + 13 * place) % VOCABULARY for place in range(PROMPT_TOKENS)]
+        self.llm.llm_engine.add_request(str(self._requests), {"prompt_token_ids": ids}, params, lora_request=lora)
+
+
+def lengths_of(shape: str, streams: int, tokens: int) -> list[int]:
+    """Return the lengths of a run's responses, in order of arrival; twice as many where they are spread."""
+    if shape == "together":
+        return [tokens] * streams
+    ramp = [tokens // 2 + tokens * place // (2 * streams) for place in range(2 * streams)]
+    random.Random(streams).shuffle(ramp)
+    return ramp
+
+
+def taker(attest: str) -> Callable[[Any], Any]:
+    """Return what is done with a finished output."""
+    if attest == "none":
+        return lambda output: None
+    from epochless_vllm.plugin import engine
+
+    return engine.seal if attest == "receipts" else engine.receipts
 
 
 def serve(variant: str) -> None:
@@ -117,7 +170,7 @@ def serve(variant: str) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     engine = Engine(variant)
-    print(json.dumps({"receipts": engine.has_receipts}), file=answers, flush=True)
+    print(json.dumps({"ready": variant}), file=answers, flush=True)
     for line in sys.stdin:
         print(json.dumps(engine.run(**json.loads(line))), file=answers, flush=True)
 
@@ -133,7 +186,7 @@ class Variant:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.has_receipts: bool = self._answer()["receipts"]
+        self._answer()
 
     def run(self, **case: Any) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -157,47 +210,60 @@ class Variant:
 def compare(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[str, float]:
     """Return the ratios of paired runs, each with its one-sided 95 % bound."""
     result = {}
-    for field, side in (("tokens_per_second", "lower"), ("p99_gap_s", "upper")):
+    for field, name, side in (("tokens_per_second", "throughput", "lower"), ("cpu_s", "cpu_time", "upper")):
         logs = [math.log(a[field] / b[field]) for a, b in zip(ours, theirs, strict=True)]
         rng = random.Random(0)
         means = [statistics.fmean(rng.choices(logs, k=len(logs))) for _ in range(10000)]
-        name = {"tokens_per_second": "throughput", "p99_gap_s": "p99_gap"}[field]
         result[name] = math.exp(statistics.fmean(logs))
         result[f"{name}_{side}_95"] = math.exp(quantile(means, 0.05 if side == "lower" else 0.95))
+
+    def gap_ratio(rounds: Sequence[int]) -> float:
+        ours_s, theirs_s = ([gap for number in rounds for gap in runs[number]["gaps_s"]] for runs in (ours, theirs))
+        return quantile(ours_s, 0.99) / quantile(theirs_s, 0.99)
+
+    rng, rounds = random.Random(0), range(len(ours))
+    result["p99_gap"] = gap_ratio(rounds)
+    result["p99_gap_upper_95"] = quantile([gap_ratio(rng.choices(rounds, k=len(ours))) for _ in range(1000)], 0.95)
     return result
 
 
-def measure(rounds: int, tokens: int) -> dict[str, Any]:
-    stock, epochless = Variant("stock"), Variant("epochless")
+def measure(rounds: int, tokens: int, loads: Sequence[str], shapes: Sequence[str], *, stock: bool) -> dict[str, Any]:
+    variants = {name: Variant(name) for name in (["stock"] if stock else []) + ["epochless"]}
     result: dict[str, Any] = {}
     try:
-        for load in LOADS:
-            for streams in STREAMS:
-                case = {"load": load, "streams": streams, "tokens": tokens}
-                modes = {"stock": (stock, False), "none": (epochless, False)}
-                if epochless.has_receipts:
-                    modes["receipts"] = (epochless, True)
-                runs: dict[str, list[dict[str, Any]]] = {mode: [] for mode in modes}
-                for variant in (stock, epochless):  # warm
-                    variant.run(**{**case, "tokens": 4}, attest=False)
-                for number in range(rounds):
-                    order = list(modes) if number % 2 == 0 else list(reversed(modes))
-                    for mode in order:
-                        variant, attest = modes[mode]
-                        runs[mode].append(variant.run(**case, attest=attest))
-                result[f"{load}-{streams}"] = {
-                    "tokens_per_second": {
-                        mode: statistics.median(run["tokens_per_second"] for run in done) for mode, done in runs.items()
-                    },
-                    "none_vs_stock": compare(runs["none"], runs["stock"]),
-                    "receipts_vs_none": compare(runs["receipts"], runs["none"]) if "receipts" in runs else None,
-                    "largest_disturbance": max(run["foreign"] for done in runs.values() for run in done),
-                }
-                print(f"{load}-{streams}", json.dumps(result[f"{load}-{streams}"]), file=sys.stderr, flush=True)
+        for load, shape, streams in itertools.product(loads, shapes, STREAMS):
+            ways = ["receipts", "in_step"] if shape == "together" else ["receipts"]
+            modes = [("stock", "none")] * stock + [("epochless", attest) for attest in ("none", *ways)]
+            case = {"load": load, "shape": shape, "streams": streams, "tokens": tokens}
+            runs: dict[str, list[dict[str, Any]]] = {name_of(*mode): [] for mode in modes}
+            for variant, attest in modes:  # warm
+                variants[variant].run(**{**case, "shape": "together", "tokens": 4}, attest=attest)
+            for number in range(rounds):
+                for variant, attest in modes[:: 1 if number % 2 == 0 else -1]:
+                    runs[name_of(variant, attest)].append(variants[variant].run(**case, attest=attest))
+            pairs = [("none", "stock")] * stock + [(way, "none") for way in ways]
+            result[f"{load}-{shape}-{streams}"] = {
+                "tokens_per_second": {
+                    mode: statistics.median(run["tokens_per_second"] for run in done) for mode, done in runs.items()
+                },
+                "p99_stretch": {
+                    mode: quantile([each for run in done for each in run["stretches"]], 0.99)
+                    for mode, done in runs.items()
+                },
+                "loop_share": {mode: statistics.fmean(run["share"] for run in done) for mode, done in runs.items()},
+                **{f"{ours}_vs_{theirs}": compare(runs[ours], runs[theirs]) for ours, theirs in pairs},
+                "largest_disturbance": max(run["foreign"] for done in runs.values() for run in done),
+            }
+            print(load, shape, streams, json.dumps(list(result.values())[-1]), file=sys.stderr, flush=True)
     finally:
-        stock.close()
-        epochless.close()
+        for variant in variants.values():
+            variant.close()
     return result
+
+
+def name_of(variant: str, attest: str) -> str:
+    """Return the name of a mode in the results."""
+    return "stock" if variant == "stock" else attest
 
 
 def main() -> None:
@@ -205,6 +271,9 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="three rounds of 12 tokens a stream")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=48, help="per stream and round (default 48)")
+    parser.add_argument("--load", choices=LOADS, action="append", help="repeatable; default all")
+    parser.add_argument("--shape", choices=SHAPES, action="append", help="repeatable; default all")
+    parser.add_argument("--without-stock", action="store_true", help="receipts against none only")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "attest.json")
     parser.add_argument("--variant", choices=["stock", "epochless"], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -212,7 +281,9 @@ def main() -> None:
         serve(arguments.variant)
         return
     rounds, tokens = (3, 12) if arguments.quick else (arguments.rounds, arguments.tokens)
-    result = {"rounds": rounds, "tokens": tokens, "cpus": os.cpu_count(), **measure(rounds, tokens)}
+    cases = (arguments.load or LOADS, arguments.shape or SHAPES)
+    measured = measure(rounds, tokens, *cases, stock=not arguments.without_stock)
+    result = {"rounds": rounds, "tokens": tokens, "cpus": os.cpu_count(), **measured}
     arguments.output.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
 

@@ -1,6 +1,7 @@
 """Compute again what receipts claim: each is verified as `epochless verify` does, then every token's row is recomputed
 from the weights it names, by an engine that shares nothing with the server but file formats, and compared. The prompt
-is taken from --prompt-tokens, --prompt or an answer that holds prompt_token_ids, whichever has the receipt's digest."""
+is taken from --prompt-tokens, --prompt or an answer that holds prompt_token_ids, whichever has the receipt's digest.
+The tokenizer's files are held against the receipt too, where the model's directory or --tokenizer has them."""
 
 from __future__ import annotations
 
@@ -17,10 +18,11 @@ from epochless_vllm.cli.fsck import open_root
 from epochless_vllm.cli.output import Output
 from epochless_vllm.cli.prompts import find_prompt, read_prompts
 from epochless_vllm.cli.verify import add_expectations, print_verified, read_expectations, read_receipts
-from epochless_vllm.errors import ConfigurationError, EpochlessError, InvalidRequestError
+from epochless_vllm.errors import ConfigurationError, EpochlessError, InvalidRequestError, ReceiptError
 
 if TYPE_CHECKING:  # both load NumPy or the verifier; a run that only prints its help needs neither
     from epochless_vllm.cli.verify import FoundReceipt
+    from epochless_vllm.protocol.digests import Digest
     from epochless_vllm.reference.rows import Tolerance
     from epochless_vllm.reference.tokenizer import Tokenizer
     from epochless_vllm.verify.findings import Replay
@@ -36,6 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("receipt", nargs="+", help="files of receipts in any format, or of answers that carry them")
     parser.add_argument("--model", required=True, metavar="DIR", help="the base model's directory")
     parser.add_argument("--store", metavar="DIR", help="the store that holds the revisions (--epochless-store)")
+    parser.add_argument("--tokenizer", metavar="DIR", help="the server's tokenizer, if not in the model's directory")
     parser.add_argument("--prompt-tokens", metavar="FILE", help="JSON: the prompt's token ids, or a list of such lists")
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="a prompt's text; repeatable")
     parser.add_argument("--sample", type=int, metavar="N", help="compare N random tokens of each receipt only")
@@ -74,17 +77,21 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
         for name in arguments.receipt
         for each in read_receipts(name, expected["response"])
     }
+    tokenizer = arguments.tokenizer or arguments.model
     prompts = read_prompts(
-        model=arguments.model,
+        model=tokenizer,
         tokens_file=arguments.prompt_tokens,
         texts=arguments.prompt,
         responses=[each.response for each in found.values() if each.response is not None],
     )
 
-    decoder = open_decoder(arguments.model) if arguments.check_text else None
+    decoder = open_decoder(tokenizer) if arguments.check_text else None
+    own = read_tokenizer_digest(arguments)
 
     def verify(each: FoundReceipt) -> VerifiedReceipt:
         verified = verify_receipt(each.payload, keep_blocks=True, **{**expected, "response": each.response})
+        if own is not None:
+            _check_tokenizer(verified, own, tokenizer)
         if decoder is not None:
             _check_text(each.response, verified, decoder)
         return verified
@@ -103,7 +110,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
         if isinstance(result, EpochlessError):
             return {"receipt": name, "error": result.describe()}, False
         replays.append(result[1])
-        return {"receipt": name, **result[0]}, True
+        return {"receipt": name, **result[0], "tokenizer_checked": own is not None}, True
 
     replays: list[Replay] = []
     total = sum(_rows(each, arguments.sample) for each in verified.values())
@@ -133,6 +140,34 @@ def open_auditor(model: str, base: str, store: str | None, tolerance: Tolerance 
     return Auditor(model, base, opened, tolerance=tolerance)
 
 
+def read_tokenizer_digest(arguments: argparse.Namespace) -> Digest | None:
+    """Return the digest of the tokenizer at hand; None for a model's directory without one.
+
+    Raises:
+        InvalidRequestError: --tokenizer names a directory without one.
+    """
+    from epochless_vllm.store.tokenizer_files import compute_tokenizer_digest, find_tokenizer_files
+
+    directory = arguments.tokenizer or arguments.model
+    if find_tokenizer_files(directory):
+        return compute_tokenizer_digest(directory)
+    if arguments.tokenizer is not None:
+        raise InvalidRequestError(
+            f"tokenizer: {directory}: holds no tokenizer file; name the directory the server took its tokenizer from",
+            field="tokenizer",
+        )
+    return None
+
+
+def _check_tokenizer(verified: VerifiedReceipt, own: Digest, directory: str) -> None:
+    if verified.header.tokenizer != own:
+        raise ReceiptError(
+            f"the receipt is of tokenizer {verified.header.tokenizer}, the files in {directory} are {own}; give the "
+            "server's by --tokenizer",
+            threat="tokenizer_mismatch",
+        )
+
+
 def open_decoder(model: str) -> Tokenizer:
     """Return the tokenizer of a model directory.
 
@@ -151,7 +186,8 @@ def _check_text(response: bytes | None, verified: VerifiedReceipt, decoder: Toke
         raise InvalidRequestError("check-text: there is no answer; give one as the file or by --response", field="text")
     tokens = [token for block in verified.blocks for token in block.tokens]
     reason = "" if verified.final is None else verified.final.finish_reason
-    check_text(response, verified.header.choice_index, tokens, reason, decoder)
+    header = verified.header
+    check_text(response, header.choice_index, tokens, reason, decoder, prompt_index=header.prompt_index)
 
 
 @contextmanager
@@ -227,6 +263,8 @@ def _print(result: dict[str, Any], good: bool, output: Output, *, several: bool)
         _print_refusal(result["error"], output)
         return
     print_verified(result, output)
+    if not result["tokenizer_checked"]:
+        output.line("caveat   the tokenizer was not checked: the model's directory has none; give one by --tokenizer")
     _print_replay(result["replay"], result["tokens"], output)
 
 

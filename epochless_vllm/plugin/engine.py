@@ -8,10 +8,14 @@ llm.generate(prompts, lora_request=resolve(llm, "policy"))
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from epochless_vllm.errors import ConfigurationError, InvalidRequestError
+from epochless_vllm.plugin.background import short_turns, step_aside
 from epochless_vllm.plugin.engine_identity import EngineIdentity, identify_engine
 from epochless_vllm.plugin.local_requests import ASKED, LocalRequest
 from epochless_vllm.plugin.options import options_of
@@ -20,6 +24,7 @@ from epochless_vllm.plugin.receipt_headers import PromptTerms, effective_params,
 from epochless_vllm.plugin.receipts import ChoiceRecorder
 from epochless_vllm.plugin.service import PublicationService, start_service
 from epochless_vllm.plugin.signer import Ed25519Signer, load_signer
+from epochless_vllm.protocol.header import Header
 from epochless_vllm.protocol.names import split_lora_name
 from epochless_vllm.protocol.receipts import Receipt
 from epochless_vllm.publication.coordinator import Draining, Published
@@ -96,6 +101,28 @@ def receipts(output: Any) -> list[Receipt]:
         InvalidRequestError: the output is not finished, is not of an LLM with Epochless, or was asked for in deltas.
         TokenRowsError, ReceiptError: its rows cannot be attested.
     """
+    return _sealing_of(output)()
+
+
+def seal(output: Any) -> Future[list[Receipt]]:
+    """Return the future of ``receipts(output)``, made by a thread beside the step loop.
+
+    For a caller that steps the engine itself: many responses that end in one step are then sealed while the next steps
+    run. What was handed over is sealed before the interpreter exits; whoever waits longer asks the future.
+
+    Raises:
+        InvalidRequestError: as ``receipts``; what else can go wrong, the future raises.
+    """
+    return _sealer().submit(_sealing_of(output))
+
+
+@cache
+def _sealer() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="epochless-seal", initializer=step_aside)
+
+
+def _sealing_of(output: Any) -> Callable[[], list[Receipt]]:
+    """Return what makes the receipts of an output; everything that only the owning thread may read is read here."""
     asked: LocalRequest | None = getattr(output, ASKED, None)
     if asked is None or not output.finished:
         raise InvalidRequestError(
@@ -115,14 +142,21 @@ def receipts(output: Any) -> list[Receipt]:
         publication = service.publication_of(lora_int_id, split_lora_name(asked.lora_request.lora_name)[0])
     params = effective_params(engine, asked.params)
     terms = PromptTerms(identity, params, asked.material, revision_entry(publication, service.base_digest), lora_int_id)
-    terms.check()
-    header = terms.header(output.prompt_token_ids)
-    sealed = []
-    for choice in output.outputs:
-        recorder = ChoiceRecorder(
-            for_choice(header, choice.index), lora_int_id=lora_int_id, seed=terms.seed, framed=False
-        )
-        recorder.add(choice.token_ids, choice.token_attest)
-        rebuilds = asked.rebuilds[choice.index]
-        sealed.append(recorder.seal(choice.finish_reason, choice.stop_reason, signer, rebuilds=rebuilds))
-    return sealed
+
+    def make() -> list[Receipt]:
+        with short_turns():
+            terms.check()
+            header = terms.header(output.prompt_token_ids)
+            return [_seal_choice(header, choice, terms, signer, asked) for choice in output.outputs]
+
+    return make
+
+
+def _seal_choice(
+    header: Header, choice: Any, terms: PromptTerms, signer: Ed25519Signer, asked: LocalRequest
+) -> Receipt:
+    recorder = ChoiceRecorder(
+        for_choice(header, choice.index), lora_int_id=terms.lora_int_id, seed=terms.seed, framed=False
+    )
+    recorder.add(choice.token_ids, choice.token_attest)
+    return recorder.seal(choice.finish_reason, choice.stop_reason, signer, rebuilds=asked.rebuilds[choice.index])

@@ -14,15 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import epochless_vllm
-from epochless_vllm.errors import ConfigurationError
 from epochless_vllm.protocol.canonical import encode_canonical
 from epochless_vllm.protocol.digests import Digest, digest
-
-# Files a Hugging Face tokenizer is made of; a chat template decides which tokens a prompt has, not what they mean.
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "vocab.txt", "merges.txt", "tekken.json", "tiktoken.model", "spiece.model",
-)  # fmt: skip
+from epochless_vllm.store.tokenizer_files import compute_tokenizer_digest
 
 
 @dataclass(frozen=True)
@@ -61,7 +55,7 @@ def identify_engine(vllm_config: Any, base_digest: str) -> EngineIdentity:
         name=f"vllm-{build['vllm']}/epochless-{build['epochless']}",
         digest=digest("epochless/v1/engine", encode_canonical(build)),
         base=Digest(base_digest),
-        tokenizer=tokenizer_digest(Path(str(model.tokenizer or model.model))),
+        tokenizer=compute_tokenizer_digest(str(model.tokenizer or model.model)),
         vocab_size=model.get_vocab_size(),
         max_model_len=model.max_model_len,
         logits_processors=_installed_processors(model),
@@ -75,25 +69,6 @@ def sources_digest() -> str:
     files = sorted(path for path in root.rglob("*") if path.suffix in (".py", ".patch", ".json") and path.is_file())
     listing = [[path.relative_to(root).as_posix(), hashlib.sha256(path.read_bytes()).hexdigest()] for path in files]
     return digest("epochless/v1/sources", encode_canonical(listing))
-
-
-@lru_cache(maxsize=4)
-def tokenizer_digest(directory: Path) -> Digest:
-    """Return the digest of the tokenizer in a directory: names and bytes of the files it is made of.
-
-    Raises:
-        ConfigurationError: it is no local directory.
-    """
-    if not directory.is_dir():
-        raise ConfigurationError(
-            f"--tokenizer {directory}: receipts name a tokenizer by its files; give a local directory", flag="tokenizer"
-        )
-    listing = [
-        [name, hashlib.sha256((directory / name).read_bytes()).hexdigest()]
-        for name in sorted(TOKENIZER_FILES)
-        if (directory / name).is_file()
-    ]
-    return digest("epochless/v1/tokenizer", encode_canonical(listing))
 
 
 def _installed_processors(model_config: Any) -> tuple[str, ...]:

@@ -1,7 +1,8 @@
 """vLLM's V1 sampler with its draw replaced by the exact one.
 
 What comes before the draw is vLLM's own: raw logprobs, float32, allowed tokens, bad words, processors, penalties. Then
-nothing is scaled or masked in floating point: temperature, min-p, top-k and top-p are the exact sampler's. Where
+nothing is scaled or masked in floating point: temperature, min-p, top-k and top-p are the exact sampler's. A custom
+processor that says it keeps the argmax sees logits after temperature, as in vLLM, but before min-p. Where
 ``processed_*`` logprobs are asked for, a copy of the logits is scaled and masked for them, over exactly the tokens that
 the draw could pick.
 
@@ -18,7 +19,7 @@ from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.logits_processor import MinPLogitsProcessor
 from vllm.v1.sample.logits_processor import builtin as builtin_processors
 from vllm.v1.sample.metadata import SamplingMetadata
-from vllm.v1.sample.sampler import Sampler
+from vllm.v1.sample.sampler import _SAMPLING_EPS, Sampler
 
 from epochless_vllm.plugin.draw_batch import DrawBatch
 from epochless_vllm.plugin.token_rows import FILTERED
@@ -52,9 +53,7 @@ class ExactSampler(Sampler):
         self, logits: torch.Tensor, sampling_metadata: SamplingMetadata, logprobs_mode_override: Any = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return each row's token, and the processed logprobs where their mode and a request ask for them."""
-        for processor in sampling_metadata.logitsprocs.argmax_invariant:
-            if not isinstance(processor, MinPLogitsProcessor):
-                logits = processor.apply(logits)
+        logits = self._process_scaled(logits, sampling_metadata)
         draws = self.draws
         if not self.stepping:
             draws.fill(len(logits))
@@ -66,6 +65,28 @@ class ExactSampler(Sampler):
             return sampled.tokens, None
         processed = self._processed(logits, sampling_metadata)
         return sampled.tokens, self.compute_logprobs(processed) if mode == "processed_logprobs" else processed
+
+    @staticmethod
+    def _process_scaled(logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
+        """Return the logits after the operator's argmax-invariant processors.
+
+        vLLM shows these what temperature left, and no greedy row; a temperature is scaled in for them and out again.
+        Logits that they leave alone stay what they were, bit for bit.
+        """
+        processors = [
+            processor
+            for processor in metadata.logitsprocs.argmax_invariant
+            if not isinstance(processor, MinPLogitsProcessor)
+        ]
+        if not processors or metadata.all_greedy or metadata.temperature is None:
+            return logits
+        random = (metadata.temperature >= _SAMPLING_EPS).unsqueeze(dim=1)
+        scale = torch.where(random, metadata.temperature.unsqueeze(dim=1), 1.0)
+        shown = logits / scale
+        processed = shown.clone()  # a processor may write to what it is given
+        for processor in processors:
+            processed = processor.apply(processed)
+        return torch.where(random & (processed != shown), processed * scale, logits)
 
     def _processed(self, logits: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
         """Return a copy of the logits, divided by temperature and masked by the exact filters."""

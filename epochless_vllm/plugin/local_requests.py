@@ -27,7 +27,7 @@ class LocalRequest:
     """What was asked of an engine in this process.
 
     Attributes:
-        params: the caller's.
+        params: as they were asked for, the seed apart; the caller may change its own meanwhile.
         internal_id: the engine's name for it.
         rebuilds: preemptions by choice index.
     """
@@ -79,8 +79,8 @@ def _wrap_entry(original: Any) -> Any:
         added = original(self, request_id, prompt, params, *arguments, lora_request=lora_request, **keywords)
         if params is not given and given.output_kind.name != "DELTA":
             pending = self.__dict__.setdefault(_PENDING, {})
-            rebuilds = preemptions.watch(added, given.n)
-            pending[request_id] = LocalRequest(self, given, material, lora_request, added, rebuilds)
+            rebuilds = preemptions.watch(added, params.n)
+            pending[request_id] = LocalRequest(self, params, material, lora_request, added, rebuilds)
         return added
 
     add_request._epochless = True  # type: ignore[attr-defined]  # the mark of an installed seam

@@ -101,23 +101,25 @@ class ChoiceRecorder:
         tokens = [token for token_ids, _ in self._waiting for token in token_ids]
         rows = np.concatenate([rows for _, rows in self._waiting]) if len(self._waiting) > 1 else self._waiting[0][1]
         self._waiting, self._waiting_tokens = [], 0
-        if (rows[:, token_rows.LORA] != self._lora_int_id).any():
+        columns: list[list[int]] = (
+            rows.T.tolist()
+        )  # lists: for a block's length, NumPy's calls cost more than they save
+        if columns[token_rows.LORA].count(self._lora_int_id) != len(tokens):
             raise TokenRowsError(
                 f"{self._name}: a token was sampled by another revision than was admitted; report this"
             )
-        flags = rows[:, token_rows.FLAGS]
-        filtered = (flags & token_rows.FILTERED) != 0
-        kinds = np.unique(flags)
-        if kinds[-1] >= token_rows.FAILED:
+        flags, kept = columns[token_rows.FLAGS], columns[token_rows.KEPT]
+        kinds = set(flags)
+        if max(kinds) >= token_rows.FAILED:
             raise TokenRowsError(f"{self._name}: a row says that its token was not sampled; report this")
-        marks = {int(kind): record_flags(int(kind)) for kind in kinds}
-        blocks = self._builder.append(
-            tokens,
-            rows[:, token_rows.LO].tolist(),
-            rows[:, token_rows.W].tolist(),
-            flags=marks[int(kinds[0])] if len(kinds) == 1 else [marks[kind] for kind in flags.tolist()],
-            kept=rows[filtered, token_rows.KEPT].tolist(),
-        )
+        if len(kinds) == 1:
+            (kind,) = kinds
+            marks: int | list[int] = record_flags(kind)
+            kept = kept if kind & token_rows.FILTERED else []
+        else:
+            marks = [record_flags(kind) for kind in flags]
+            kept = [mass for mass, kind in zip(kept, flags, strict=True) if kind & token_rows.FILTERED]
+        blocks = self._builder.append(tokens, columns[token_rows.LO], columns[token_rows.W], flags=marks, kept=kept)
         self._frame(blocks)
 
     def _frame(self, blocks: Sequence[Block]) -> None:

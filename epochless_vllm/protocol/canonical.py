@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from epochless_vllm.errors import EncodingError
@@ -19,6 +20,10 @@ MAX_DEPTH = 16  # nothing of ours nests deeper; checked before parsing, against 
 _STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
 _BRACKET = re.compile(r"[\[\]{}]")
 MAX_BYTES = 64 << 20  # a verbose receipt of the longest context fits
+# Made once: json.dumps makes one a call. A value within MAX_DEPTH is not circular.
+_ENCODER = json.JSONEncoder(
+    ensure_ascii=False, separators=(",", ":"), sort_keys=True, allow_nan=False, check_circular=False
+)
 
 
 def encode_canonical(value: Any) -> bytes:
@@ -28,8 +33,7 @@ def encode_canonical(value: Any) -> bytes:
         EncodingError: the value is outside the profile.
     """
     _check_value(value, 0)
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), sort_keys=True, allow_nan=False)
-    return text.encode("utf-8")
+    return _ENCODER.encode(value).encode("utf-8")
 
 
 def decode_canonical(payload: bytes, *, max_bytes: int = MAX_BYTES) -> Any:
@@ -101,21 +105,41 @@ def _check_value(value: Any, depth: int) -> None:
         raise _refusal("too_deep", f"nested deeper than {MAX_DEPTH}")
     if value is None or value is True or value is False:
         return
-    if isinstance(value, int):
-        if not -MAX_INTEGER <= value <= MAX_INTEGER:
-            raise _refusal("integer_range", f"integer of {value.bit_length()} bits")
-    elif isinstance(value, str):
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise _refusal("lone_surrogate", "a string with a lone surrogate") from error
+    if isinstance(value, str):
+        _check_text(value)
+    elif isinstance(value, int):
+        _check_integer(value)
     elif isinstance(value, dict):
-        for key, item in value.items():
+        for key in value:
             if not isinstance(key, str) or not key.isascii():
                 raise _refusal("key", "an object key that is not ASCII text")
-            _check_value(item, depth + 1)
+        _check_items(value.values(), depth + 1)
     elif isinstance(value, (list, tuple)):
-        for item in value:
-            _check_value(item, depth + 1)
+        _check_items(value, depth + 1)
     else:
         raise _refusal("type", f"a {type(value).__name__}")
+
+
+def _check_items(items: Iterable[Any], depth: int) -> None:
+    for item in items:  # leaves are most of a value; a call for each would be most of the time
+        kind = type(item)
+        if depth <= MAX_DEPTH and kind is str:
+            if not item.isascii():
+                _check_text(item)
+        elif depth <= MAX_DEPTH and kind is int:
+            if not -MAX_INTEGER <= item <= MAX_INTEGER:
+                _check_integer(item)
+        else:
+            _check_value(item, depth)
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise _refusal("lone_surrogate", "a string with a lone surrogate") from error
+
+
+def _check_integer(number: int) -> None:
+    if not -MAX_INTEGER <= number <= MAX_INTEGER:
+        raise _refusal("integer_range", f"integer of {number.bit_length()} bits")

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property, lru_cache
 from typing import Any
 
 from epochless_vllm.errors import EncodingError, InvalidRequestError
@@ -88,7 +89,7 @@ class SamplerConfig:
         """Whether some tokens of nonzero weight may be left out, so that the record carries the kept mass."""
         return bool(self.top_k) or self.top_p < 1 or self.min_p > 0
 
-    @property
+    @cached_property
     def scale(self) -> TemperatureScale:
         return scale_from_temperature(self.temperature) if self.temperature else TemperatureScale(0, 0)
 
@@ -132,14 +133,19 @@ def sampler_from_parameters(
     for field, value in (("temperature", temperature), ("top_p", top_p), ("min_p", min_p)):
         if not float("-inf") < value < float("inf"):
             raise InvalidRequestError(f"{field} {value} is not finite", field=field)
+    config = _unprocessed_sampler(temperature, top_k, top_p, min_p)
+    return replace(config, processors=processors) if processors else config
+
+
+@lru_cache(maxsize=256, typed=True)  # a deployment's requests name few samplers, and rationals are slow to make
+def _unprocessed_sampler(temperature: float, top_k: int, top_p: float, min_p: float) -> SamplerConfig:
     if temperature == 0:
-        return SamplerConfig(temperature=Fraction(0), processors=processors)
+        return SamplerConfig(temperature=Fraction(0))
     return SamplerConfig(
         temperature=Fraction(max(temperature, MIN_TEMPERATURE) if temperature > 0 else temperature),
         top_k=0 if top_k == -1 else top_k,
         top_p=Fraction(top_p),
         min_p=Fraction(min_p),
-        processors=processors,
     )
 
 

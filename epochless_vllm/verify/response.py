@@ -33,8 +33,8 @@ class ResponseClaims:
     receipt_id: str | None
 
 
-def read_response(payload: bytes, choice_index: int, prompt_index: int = 0) -> ResponseClaims:
-    """Return the claims of a prompt's choice.
+def find_choice(payload: bytes, choice_index: int, prompt_index: int = 0) -> dict[str, Any]:
+    """Return a prompt's choice of an answer.
 
     A choice that says which one it is (``epochless.prompt_index`` and ``choice_index``) is taken at its word, the
     others by their ``index``, which counts the choices of all prompts.
@@ -50,7 +50,16 @@ def read_response(payload: bytes, choice_index: int, prompt_index: int = 0) -> R
         matching = [item for item in choices if type(item.get("index")) is int and item["index"] == choice_index]
     if len(matching) != 1:
         raise refusal(f"{len(matching)} choices are number {choice_index} of prompt {prompt_index}")
-    choice = matching[0]
+    return matching[0]
+
+
+def read_response(payload: bytes, choice_index: int, prompt_index: int = 0) -> ResponseClaims:
+    """Return the claims of a prompt's choice.
+
+    Raises:
+        ReceiptError: the bytes are no response, have no such choice (see ``find_choice``), or a claim is malformed.
+    """
+    choice = find_choice(payload, choice_index, prompt_index)
     extension = choice.get("epochless")
     if not isinstance(extension, dict):
         extension = {}

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from epochless_vllm.errors import ReceiptError
 from epochless_vllm.protocol.receipts import STOP, STOP_STRING
-from epochless_vllm.verify.answer import read_choices
+from epochless_vllm.verify.response import find_choice
 
 UNDECODED = "\ufffd"
 
@@ -23,14 +23,25 @@ class Decoder(Protocol):
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str: ...
 
 
-def check_text(response: bytes, choice_index: int, tokens: Sequence[int], finish_reason: str, decoder: Decoder) -> None:
+def check_text(
+    response: bytes,
+    choice_index: int,
+    tokens: Sequence[int],
+    finish_reason: str,
+    decoder: Decoder,
+    *,
+    prompt_index: int = 0,
+) -> None:
     """Raise ReceiptError unless the text of an answer's choice is that of its receipt's tokens.
+
+    Args:
+        choice_index, prompt_index: the receipt header's.
 
     Raises:
         ReceiptError: it is another text, or the answer has none to compare.
         TokenizerError: a token is outside the tokenizer's vocabulary.
     """
-    text = _text_of(response, choice_index)
+    text = _text_of(find_choice(response, choice_index, prompt_index))
     endings = [tokens, tokens[:-1]] if finish_reason == STOP else [tokens]
     for ids in endings:
         for skipped in (True, False):
@@ -47,12 +58,9 @@ def check_text(response: bytes, choice_index: int, tokens: Sequence[int], finish
     )
 
 
-def _text_of(response: bytes, choice_index: int) -> str:
-    choices: list[dict[str, Any]] = [each for each in read_choices(response) if each.get("index") == choice_index]
-    text = None
-    if len(choices) == 1:
-        message = choices[0].get("message")
-        text = message.get("content") if isinstance(message, dict) else choices[0].get("text")
+def _text_of(choice: dict[str, Any]) -> str:
+    message = choice.get("message")
+    text = message.get("content") if isinstance(message, dict) else choice.get("text")
     if not isinstance(text, str):
         raise ReceiptError(
             "the answer has no text of that choice; give a whole, unstreamed one", threat="text_mismatch"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 
 from epochless_vllm.cli import main
 from epochless_vllm.protocol.compact import encode_compact
+from epochless_vllm.protocol.digests import Digest
 from epochless_vllm.protocol.receipts import Receipt
 from epochless_vllm.protocol.spans import RevisionEntry
 from epochless_vllm.protocol.stream import encode_stream
@@ -46,7 +49,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     entry = RevisionEntry(RevisionStore(folder / "store").ingest_directory(adapter).revision_id, "math", 7)
     loaded = load_model(model)
     factors = adapter_from_directory(adapter, loaded.config)
-    server = Server(loaded, base_of(model, folder), rounding=1e-5)
+    server = Server(loaded, base_of(model, folder), rounding=1e-5, tokenizer=tokenizer_of(model))
     honest = server.answer(PROMPT, 80, entry=entry, adapter=factors)
     lying = server.answer(PROMPT, 80, entry=entry)
     for name, receipt in (("honest", honest), ("lying", lying)):
@@ -56,6 +59,17 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     (folder / "prompt.json").write_text(json.dumps([[1, 2, 3], PROMPT]))
     (folder / "key").write_text(SIGNER.public_key.hex())
     return Files(folder, honest, lying)
+
+
+def tokenizer_of(directory: Path) -> Digest:
+    """Return the tokenizer digest of a directory with these two files, by the words of protocol/README.md."""
+    listing = ",".join(
+        f'["{name}","{hashlib.sha256((directory / name).read_bytes()).hexdigest()}"]'
+        for name in ("tokenizer.json", "tokenizer_config.json")
+    )
+    text = f"[{listing}]".encode()
+    whole = b"epochless/v1/tokenizer\0" + len(text).to_bytes(8, "big") + text
+    return Digest("sha256:" + hashlib.sha256(whole).hexdigest())
 
 
 @pytest.fixture
@@ -202,3 +216,51 @@ def test_malformed_prompt_tokens_are_refused(run: Any, files: Files, tmp_path: P
             files.folder / "honest.json", *files.options, "--prompt-tokens", tmp_path / "tokens.json"
         )  # fmt: skip
         assert (status, "token ids" in err) == (2, True)
+
+
+@pytest.fixture
+def copied(files: Files, tmp_path: Path) -> Path:
+    """Return a copy of the model's directory that a test may damage."""
+    return Path(shutil.copytree(files.folder / "model", tmp_path / "copy"))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_receipt_of_another_tokenizer_is_refused(run: Any, files: Files, copied: Path, name: str) -> None:
+    content = bytearray((copied / name).read_bytes())
+    content[-2] ^= 1  # one bit, in the white space or the last word: it need not be a tokenizer to be another
+    (copied / name).write_bytes(content)
+    words = (files.folder / "honest.json", "--store", files.folder / "store", "--prompt-tokens")
+    words = (*words, files.folder / "prompt.json", "--json", "--model")
+    status, out, _ = run(*words, copied)
+    (report,) = json.loads(out)["receipts"]
+    assert (status, report["error"]["threat"]) == (1, "tokenizer_mismatch")
+    assert "--tokenizer" in report["error"]["message"]
+    status, out, _ = run(*words, copied, "--tokenizer", files.folder / "model")
+    assert (status, json.loads(out)["receipts"][0]["tokenizer_checked"]) == (0, True)
+
+
+@pytest.mark.parametrize("change", ["added", "removed"])
+def test_a_tokenizer_of_more_or_fewer_files_is_another(run: Any, files: Files, copied: Path, change: str) -> None:
+    if change == "added":
+        (copied / "special_tokens_map.json").write_text("{}")
+    else:
+        (copied / "tokenizer_config.json").unlink()
+    words = ("--store", files.folder / "store", "--prompt-tokens", files.folder / "prompt.json")
+    status, out, _ = run(files.folder / "honest.json", "--model", copied, *words)
+    assert status == 1
+    assert "tokenizer_mismatch" in out
+
+
+def test_without_tokenizer_files_the_audit_says_that_they_were_not_checked(
+    run: Any, files: Files, copied: Path, tmp_path: Path
+) -> None:
+    for path in copied.glob("tokenizer*"):
+        path.unlink()
+    words = (files.folder / "honest.json", "--store", files.folder / "store")
+    words = (*words, "--prompt-tokens", files.folder / "prompt.json", "--model", copied)
+    status, out, _ = run(*words)
+    assert status == 0
+    assert "caveat   the tokenizer was not checked" in out
+    status, out, err = run(*words, "--tokenizer", tmp_path)
+    assert (status, out) == (2, "")
+    assert "tokenizer" in err

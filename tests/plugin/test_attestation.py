@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -247,31 +248,73 @@ def test_raw_modes_return_what_stock_vllm_returns_and_processed_logits_are_scale
     assert torch.equal(processed.logprobs_tensors.logprobs[:, 0], logits.gather(1, tokens)[:, 0] / scale)
 
 
-def test_a_custom_processor_runs_before_the_draw_and_is_known_as_custom() -> None:
-    class Shift:
-        def is_argmax_invariant(self) -> bool:
-            return True
+class Processor:
+    """A custom processor that says it keeps the argmax, as vLLM calls it."""
 
-        def apply(self, logits: torch.Tensor) -> torch.Tensor:
-            assert logits.dtype == torch.float32
-            return logits * 2
+    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.apply = change
 
-    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=4))
-    built_in = MinPLogitsProcessor(config, torch.device("cpu"), False)  # type: ignore[arg-type]
-    custom = LogitsProcessors([built_in, Shift()])  # type: ignore[list-item]
-    assert not has_custom_processors(LogitsProcessors([built_in]))
-    assert has_custom_processors(custom)
-    logits = random_logits(1)
+    def is_argmax_invariant(self) -> bool:
+        return True
+
+
+def processed(requests: list[Any], logits: torch.Tensor, *changes: Any) -> tuple[Any, list[list[int]]]:
+    """Return (tokens, rows) of a step under custom processors."""
     draws = DrawBatch("cpu", restricted=True)
     sampler = ExactSampler(Sampler(), draws)
-    batch, requests = batch_of([request(seed=1)], [0]), {"0": request(seed=1)}
-    batch.sampling_metadata.logitsprocs = custom
-    draws.refresh(batch, requests)
+    batch = batch_of(requests, [0] * len(requests))
+    batch.sampling_metadata.logitsprocs = LogitsProcessors([Processor(change) for change in changes])  # type: ignore[misc]
+    draws.refresh(batch, {str(row): item for row, item in enumerate(requests)})
     sampler.stepping = True
     output = sampler(logits=logits.clone(), sampling_metadata=batch.sampling_metadata)
+    return output.sampled_token_ids[:, 0].tolist(), output.token_attest[:, 0].tolist()
+
+
+def test_a_custom_processor_runs_before_the_draw_and_is_known_as_custom() -> None:
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=4))
+    built_in = MinPLogitsProcessor(config, torch.device("cpu"), False)  # type: ignore[arg-type]
+    assert not has_custom_processors(LogitsProcessors([built_in]))
+    assert has_custom_processors(LogitsProcessors([built_in, Processor(torch.clone)]))  # type: ignore[list-item]
+    logits = random_logits(1)
+    drawn, rows = processed([request(seed=1)], logits, lambda seen: seen * 2)
     tokens, expected = expected_rows(logits.numpy() * 2, sampler_from_parameters(temperature=1.0), seeded(1))
-    assert output.token_attest[0, 0].tolist() == [0, *expected[0][:2], RESTRICTED, 0]
-    assert output.sampled_token_ids.tolist() == [tokens]
+    assert rows == [[0, *expected[0][:2], RESTRICTED, 0]]
+    assert drawn == tokens
+
+
+def test_a_custom_processor_sees_logits_after_temperature_as_in_stock_vllm() -> None:
+    """Sampling at temperature one what stock shows the processor is the same distribution, up to float32."""
+    logits, temperature = random_logits(8), 0.5
+    seen: list[torch.Tensor] = []
+
+    def cap(shown: torch.Tensor) -> torch.Tensor:
+        seen.append(shown.clone())
+        return shown.clamp_(max=3.0)  # in place, as processors may
+
+    drawn, rows = processed([request(seed=1, temperature=temperature)] * 8, logits, cap)
+    assert torch.equal(seen[0], Sampler.apply_temperature(logits.clone(), torch.full((8,), temperature), True))
+    capped = (logits / temperature).clamp(max=3.0)
+    for row in range(8):
+        tokens, expected = expected_rows(
+            capped[row : row + 1].numpy(), sampler_from_parameters(temperature=1.0), seeded(1)
+        )
+        assert drawn[row] == tokens[0]
+        assert rows[row][W] == pytest.approx(expected[0][1], rel=1e-4)
+    assert seen[0].max() > 3.0  # else nothing was capped
+
+
+def test_logits_that_processors_leave_alone_are_drawn_from_bit_for_bit_and_greedy_rows_are_not_theirs() -> None:
+    logits = random_logits(6)
+    requests = [request(seed=2, temperature=value) for value in (0.3, 0.7, 1.3, 0, 1.9, 0)]
+    plain = processed(requests, logits)
+    assert processed(requests, logits, torch.clone) == plain
+    fewer = processed(requests, logits, lambda seen: seen.fill_(float("-inf")).index_fill_(1, torch.tensor([7]), 0.0))
+    assert [fewer[0][row] for row in (0, 1, 2, 4)] == [7] * 4
+    for row in (3, 5):
+        assert (fewer[0][row], fewer[1][row]) == (plain[0][row], plain[1][row])
+    assert (
+        processed([requests[3]] * 2, logits[:2], lambda seen: seen * float("nan"))[0] == logits[:2].argmax(1).tolist()
+    )
 
 
 def test_a_call_that_is_no_step_of_requests_is_sampled_all_the_same() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from epochless_vllm.errors import InvalidRequestError
+from epochless_vllm.errors import InvalidRequestError, TokenRowsError
 from epochless_vllm.protocol.compact import encode_compact
 from epochless_vllm.verify import Verdict, verify_receipt
 from tests.engines import finish, make_engine
@@ -132,3 +132,33 @@ def test_a_preempted_request_says_so_and_its_draws_stand(llm: Any) -> None:
         verified = verify_receipt(encode_compact(receipt), token_ids=tokens[-1], seed=11)
         assert verified.verdict is Verdict.SAMPLING_CONSISTENT
     assert tokens[0] == tokens[1]
+
+
+def test_receipts_made_beside_the_step_loop_are_those_made_in_it(llm: Any) -> None:
+    from epochless_vllm.plugin.engine import receipts, seal
+
+    outputs = generate(llm, "policy", n=3, max_tokens=150) + generate(llm, None, seed=3)
+    futures = [seal(output) for output in outputs]
+    for output, future in zip(outputs, futures, strict=True):
+        assert [encode_compact(each) for each in future.result(60)] == [
+            encode_compact(each) for each in receipts(output)
+        ]
+    outputs[0].outputs[0].token_attest = None
+    with pytest.raises(TokenRowsError, match="0 rows"):
+        seal(outputs[0]).result(60)
+    with pytest.raises(InvalidRequestError, match="DELTA"):
+        seal(object())
+
+
+def test_a_receipt_states_the_parameters_that_were_sampled_with_whatever_became_of_the_callers(llm: Any) -> None:
+    from vllm import SamplingParams
+
+    from epochless_vllm.plugin.engine import receipts
+
+    params = SamplingParams(temperature=0.5, top_k=30, max_tokens=8, ignore_eos=True)
+    llm.llm_engine.add_request("changed", {"prompt": PROMPTS[0]}, params)
+    params.temperature, params.top_k, params.max_tokens, params.n = 1.0, 0, 100, 2
+    (receipt,) = receipts(finish(llm)["changed"])
+    (sampler,) = receipt.header.samplers
+    assert (float(sampler.temperature), sampler.top_k, receipt.header.max_tokens) == (0.5, 30, 8)
+    assert receipt.final.tokens == 8

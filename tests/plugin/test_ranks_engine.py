@@ -1,4 +1,4 @@
-"""Publication on two tensor-parallel ranks of the real engine: all ranks or none, each shard read back."""
+"""Two tensor-parallel ranks of the real engine: published on all or none, each shard read back, draws attested."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from typing import Any
 import pytest
 
 from epochless_vllm.errors import RankRefusalError
+from epochless_vllm.protocol.compact import encode_compact
+from epochless_vllm.store.revisions import RevisionStore
+from epochless_vllm.verify import Verdict, verify_receipt
+from epochless_vllm.verify.findings import require_replayed
+from epochless_vllm.verify.replay import Auditor
 from tests.engines import finish, generate, logprob_of, make_engine, start, tokens_of
 from tests.tiny_model import make_adapter, make_model
 
@@ -116,6 +121,32 @@ def test_both_ranks_draw_the_same_tokens_and_their_rows_name_the_revision(
         assert output.token_attest[:, LORA].tolist() == [lora.lora_int_id] * 24
         for token, row, values in zip(output.token_ids, output.token_attest, output.logprobs, strict=True):
             assert values[token].logprob == pytest.approx(math.log(row[W] / 2**32), abs=4e-4)
+
+
+@pytest.mark.parametrize("adapted", [True, False], ids=["adapter", "base"])
+def test_receipts_of_what_both_ranks_drew_verify_and_are_replayed(
+    llm: Any, publish: Callable[..., Any], root: Path, adapted: bool
+) -> None:
+    from vllm import SamplingParams
+
+    from epochless_vllm.plugin.engine import receipts
+
+    lora = publish(root / "a", "attested")[1] if adapted else None
+    params = SamplingParams(n=2, seed=21, temperature=0.8, top_p=0.9, max_tokens=40, ignore_eos=True)
+    name = f"attested-{adapted}"
+    llm.llm_engine.add_request(name, {"prompt": PROMPT}, params, lora_request=lora)
+    output = finish(llm)[name]
+    sealed = receipts(output)
+    auditor = Auditor(root / "model", sealed[0].header.base, RevisionStore(root / "store"))
+    for receipt, completion in zip(sealed, output.outputs, strict=True):
+        verified = verify_receipt(
+            encode_compact(receipt),
+            token_ids=list(completion.token_ids),
+            prompt_token_ids=output.prompt_token_ids,
+            keep_blocks=True,
+        )
+        replayed = require_replayed(auditor.replay(verified, output.prompt_token_ids))
+        assert replayed.verdict is Verdict.REPLAYED
 
 
 def _emitted_tokens(worker: Any) -> dict[str, list[int]]:

@@ -50,6 +50,7 @@ class Server:
         model: what it computes with.
         rounding: standard deviation of the error of one logit.
         quantise: applied to the whole KV cache after each step, in place.
+        tokenizer: the digest it claims; default one of no files.
     """
 
     model: Model
@@ -57,6 +58,7 @@ class Server:
     rounding: float = 0.0
     seed: int = 0
     quantise: Any = None
+    tokenizer: Digest | None = None
 
     def header(self, prompt: Sequence[int], entries: Sequence[RevisionEntry], tokens: int, **changes: Any) -> Header:
         sampler = changes.pop("sampler", PLAIN)
@@ -71,6 +73,7 @@ class Server:
         return replace(
             header,
             base=self.base,
+            tokenizer=self.tokenizer or header.tokenizer,
             vocab_size=self.model.config.vocab,
             prompt=prompt_digest(prompt),
             prompt_length=len(prompt),

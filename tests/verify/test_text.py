@@ -59,6 +59,21 @@ def test_another_text_is_refused(text: object, tokens: list[int], reason: str) -
     assert error.value.fields["threat"] == "text_mismatch"
 
 
+def test_text_is_that_of_the_prompt_the_receipt_is_of() -> None:
+    """Each prompt of a request counts its choices from zero, the answer counts on."""
+    places = [(0, "grün?"), (1, "blau")]
+    choices = [
+        {"index": index, "text": text, "epochless": {"prompt_index": index, "choice_index": 0}}
+        for index, text in places
+    ]
+    payload = json.dumps({"choices": choices}).encode()
+    for prompt_index, text in places:
+        tokens = list(text.encode())
+        check_text(payload, 0, tokens, LENGTH, TOKENIZER, prompt_index=prompt_index)
+        with pytest.raises(ReceiptError):
+            check_text(payload, 0, tokens, LENGTH, TOKENIZER, prompt_index=1 - prompt_index)
+
+
 def test_answer_without_that_choice_is_refused_and_a_foreign_token_named() -> None:
     with pytest.raises(ReceiptError):
         check_text(answer("grün?", index=1), 0, TOKENS, LENGTH, TOKENIZER)
