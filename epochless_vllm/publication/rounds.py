@@ -20,6 +20,7 @@ from epochless_vllm.publication.participant import REFUSED
 
 FIRST_POLL_S = 0.001  # a small adapter is loaded by then
 SLOWEST_POLL_S = 0.005  # each poll interrupts the engine's steps for a moment
+LOAD_S_PER_BYTE = 1.5e-9  # no rank reads, hashes and builds faster; a poll before that only disturbs it
 MAX_RECEIPT_BYTES = 16 << 10  # a receipt holds a few digests
 
 Receipts = dict[str, dict[str, Any]]
@@ -95,14 +96,17 @@ class Rounds:
             if not pause.wait():
                 return [Failure(rank, "no_answer", reason) for rank, reason in answers.silent.items()]
 
-    def prepare(self, order: dict[str, Any]) -> Receipts:
+    def prepare(self, order: dict[str, Any], *, byte_length: int = 0) -> Receipts:
         """Have every rank prepare a revision; return one examined receipt per rank.
+
+        Args:
+            byte_length: of the revision, which tells when a first look is worth it.
 
         Raises:
             RankRefusalError: a rank found the adapter at fault.
             PublicationError: a rank failed, lied, answered out of turn, or not before the deadline.
         """
-        pause = _Pause(self._deadline_s)
+        pause = _Pause(self._deadline_s, first_s=byte_length * LOAD_S_PER_BYTE)
         begun: set[str] = set()
         receipts: Receipts = {}
         expected: dict[str, str | None] = {"source_digest": order["revision_id"]}
@@ -141,11 +145,11 @@ class Rounds:
 
 
 class _Pause:
-    """Waits between polls, longer each time, and says when the deadline has passed."""
+    """Waits between polls, longer each time after the first, and says when the deadline has passed."""
 
-    def __init__(self, deadline_s: float) -> None:
+    def __init__(self, deadline_s: float, *, first_s: float = 0.0) -> None:
         self._end = time.monotonic() + deadline_s
-        self._next_s = FIRST_POLL_S
+        self._next_s = max(first_s, FIRST_POLL_S)
 
     def wait(self) -> bool:
         """Sleep and return True, or return False at once when the deadline has passed."""
