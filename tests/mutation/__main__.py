@@ -2,6 +2,7 @@
 
     python -m tests.mutation                      every room; one line a mutant, last line `N passed, N failed`
     python -m tests.mutation --room ROOM NAME ... some rooms, some mutants
+    python -m tests.mutation --first              stop at a mutant's first failing test: whether, not by which
     python -m tests.mutation --write              every room, and write tests/mutation/README.md from it
 
 A mutant is one edit of the sources. It passes when a named test fails, or, where ``only`` is given, when exactly those
@@ -28,13 +29,20 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="mutants to run; all without")
     parser.add_argument("--room", action="append", choices=[room.name for room in ROOMS], help="may be repeated")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--first", action="store_true", help="stop at a mutant's first failing test")
     parser.add_argument("--write", action="store_true", help="write tests/mutation/README.md; runs everything")
     options = parser.parse_args()
-    if options.write and (options.names or options.room):
+    if options.write and (options.names or options.room or options.first):
         parser.error("--write is of the whole campaign")
     rooms = [room for room in ROOMS if not options.room or room.name in options.room]
     begin = time.monotonic()
-    outcomes = run_rooms(rooms, jobs=options.jobs, names=options.names, tell=lambda each: print(describe(each), flush=True))
+    outcomes = run_rooms(
+        rooms,
+        jobs=options.jobs,
+        names=options.names,
+        first=options.first,
+        tell=lambda each: print(describe(each), flush=True),
+    )
     print(f"{time.monotonic() - begin:.0f} s")
     print(summary(outcomes))
     if options.write:

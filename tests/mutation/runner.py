@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -63,7 +63,8 @@ class Outcome:
 class Job:
     """One copy of the sources, and the process from which the runs of one room part."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, first: bool = False) -> None:
+        self._first = first
         self.tree = directory / "tree"
         self.tree.mkdir()
         for name in COPIED:
@@ -111,6 +112,7 @@ class Job:
             "without": room.without,
             "result": str(self._result),
             "keep_nothing": mutant is not None,
+            "first": self._first,
         }
         stem = self._stem_of(room, files)
         assert stem.stdin is not None
@@ -159,11 +161,17 @@ def open_job() -> Iterator[Job]:
 
 
 def run_rooms(
-    rooms: Sequence[Room], *, jobs: int, names: Sequence[str] = (), tell: Callable[[Outcome], None] = lambda _: None
+    rooms: Sequence[Room],
+    *,
+    jobs: int,
+    names: Sequence[str] = (),
+    first: bool = False,
+    tell: Callable[[Outcome], None] = lambda _: None,
 ) -> list[Outcome]:
     """Run the mutants of rooms, or those named, and return the outcomes in order; each room's tests must pass first.
 
-    A room whose tests fail as they are has one outcome, which says so.
+    A room whose tests fail as they are has one outcome, which says so. ``first``: stop at a mutant's first failing
+    test, and ask no more than that there is one.
     """
     with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(jobs) as pool:
         idle: SimpleQueue[Job] = SimpleQueue()
@@ -171,7 +179,7 @@ def run_rooms(
         for number in range(jobs):
             place = Path(directory) / str(number)
             place.mkdir()
-            made.append(Job(place))
+            made.append(Job(place, first=first))
             idle.put(made[-1])
 
         def run_one(room: Room, mutant: Mutant | None, files: Path) -> Outcome:
@@ -188,6 +196,8 @@ def run_rooms(
         try:
             for room in rooms:
                 mutants = [mutant for mutant in room.mutants if not names or mutant.name in names]
+                if first:
+                    mutants = [replace(mutant, only=frozenset()) for mutant in mutants]
                 if not mutants:
                     continue
                 files = Path(directory) / f"files of {room.name}"

@@ -70,6 +70,7 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         return {"failed": [], "broken": [f"does not import: {type(error).__name__}: {error}"], "passed": 0}
     reporter = Reporter()
     options = ["-q", "-p", "no:cacheprovider", "-m", "not engine and not gpu", f"--rootdir={tree}"]
+    options += ["-x"] * request["first"]
     options += [f"--deselect={test}" for test in request["without"]]
     status = pytest.main([*options, *request["tests"]], plugins=[reporter])
     package = sys.modules.get("epochless_vllm")

@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
-from tests.mutation.rooms import reference, replay, sampling, store
+from tests.mutation.rooms import patch, plugin, publication, receipts, reference, replay, sampling, store
 
-ROOMS = (*store.ROOMS, *sampling.ROOMS, *reference.ROOMS, *replay.ROOMS)
+ROOMS = (
+    *store.ROOMS,
+    *publication.ROOMS,
+    *receipts.ROOMS,
+    *sampling.ROOMS,
+    *reference.ROOMS,
+    *replay.ROOMS,
+    *plugin.ROOMS,
+    *patch.ROOMS,
+)
