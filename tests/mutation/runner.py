@@ -12,9 +12,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -63,15 +62,20 @@ class Outcome:
 class Job:
     """One copy of the sources, and the process from which the runs of one room part."""
 
-    def __init__(self, directory: Path, *, first: bool = False) -> None:
+    def __init__(self, directory: Path, *, first: bool = False, root: Path = ROOT) -> None:
+        """Copy the sources below ``root``.
+
+        Args:
+            first: stop at a mutant's first failing test.
+        """
         self._first = first
         self.tree = directory / "tree"
         self.tree.mkdir()
         for name in COPIED:
-            if (ROOT / name).is_dir():
-                shutil.copytree(ROOT / name, self.tree / name, ignore=shutil.ignore_patterns("__pycache__"))
-            else:
-                shutil.copy2(ROOT / name, self.tree)
+            if (root / name).is_dir():
+                shutil.copytree(root / name, self.tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+            elif (root / name).exists():
+                shutil.copy2(root / name, self.tree)
         self._result = directory / "result"
         self._log = (directory / "log").open("ab")
         self._stem: subprocess.Popen[str] | None = None
@@ -147,17 +151,6 @@ class Job:
             self._stem.stdin.close()
             self._stem.wait()
         self._stem = None
-
-
-@contextmanager
-def open_job() -> Iterator[Job]:
-    """Yield a job with a directory of its own."""
-    with tempfile.TemporaryDirectory() as directory:
-        job = Job(Path(directory))
-        try:
-            yield job
-        finally:
-            job.close()
 
 
 def run_rooms(

@@ -85,6 +85,7 @@ def test_nothing_is_removed_while_a_request_is_scheduled_or_on_its_way() -> None
     core.schedule(0)
     assert retire(core)[0]["holders"] == 1
     core.gate.leave(1)
+    core.schedule(0, 2)  # another adapter's request holds nothing of this one
     assert epochless_holders(core, 1) == 0
     assert all(reply["ok"] for reply in retire(core))
     assert core.sent == ["retire", "status"]

@@ -18,8 +18,9 @@ from typing import TypeAlias
 
 import pytest
 
-assert os.environ.get("NUMBA_DISABLE_JIT") == "1", "set NUMBA_DISABLE_JIT=1: what is tested here is the Python"
+os.environ["NUMBA_DISABLE_JIT"] = "1"
 
+import numba
 import numpy as np
 import torch
 
@@ -32,6 +33,7 @@ from tests.sampling.boundaries import boundary_rows, scalar_difference
 from tests.sampling.cases import Batch, batches
 from tests.sampling.equality import reference_columns
 
+assert numba.config.DISABLE_JIT, "numba was imported before: set NUMBA_DISABLE_JIT=1"
 PACKAGE = "epochless_vllm.sampling"
 SOURCES = Path(__file__).parent.parent.parent / "epochless_vllm" / "sampling"
 COMPILED = ("rows", "arithmetic", "filters", "kernels")
@@ -61,7 +63,6 @@ class _Torch:
     def scalars(self) -> list[Callable[..., int]]:
         functions = (self.module._normalised, self.module._target, self.module.share_of)
         return [lambda *values, f=f: int(f(*(torch.tensor([value]) for value in values))) for f in functions]
-
 
 
 class _Compiled:
@@ -104,7 +105,6 @@ class _Compiled:
         arithmetic = self.modules["arithmetic"]
         functions = (arithmetic.normalised, arithmetic.target_of, arithmetic.share_of)
         return [lambda *values, f=f: int(f(*(np.int64(value) for value in values))) for f in functions]
-
 
 
 def _load(name: str, small: dict[str, str]) -> types.ModuleType:

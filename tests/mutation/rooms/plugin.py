@@ -1,5 +1,6 @@
-"""The seams in vLLM that decide which weights a request meets: block keys, admission, the gate, draw keys, labels."""
+"""The seams in vLLM that decide which weights a request meets: block keys, the gate and the fence, draw keys."""
 
+# ruff: noqa: E501 - one mutant a line reads as the table it is
 from __future__ import annotations
 
 from functools import partial
@@ -9,11 +10,6 @@ from tests.mutation.mutants import Mutant, Room
 _B = partial(Mutant, "plugin/block_keys")
 _G = partial(Mutant, "plugin/core")
 _D = partial(Mutant, "plugin/draw_keys")
-_A = partial(Mutant, "plugin/admission")
-_S = partial(Mutant, "plugin/service")
-_T = partial(Mutant, "plugin/late_arrivals")
-_L = partial(Mutant, "plugin/labels")
-_R = partial(Mutant, "plugin/ranks")
 _C = partial(Mutant, "plugin/control")
 _V = partial(Mutant, "plugin/activation")
 
@@ -90,63 +86,10 @@ DRAW_KEYS = (
     _D("engine without Epochless changed", "        if not material_of(self.sampling_params):  # an engine", "        if False:  # an engine"),
 )  # fmt: skip
 
-ADMISSION = (
-    _A("check asks nothing", "    attest_level(served, serving, request, check_options(request))\n    resolve_request(served, serving, request)", "    return None"),
-    _A("constraint ignored", 'served.service.resolve(model, field_of(request, "weight_version"))', "served.service.resolve(model)"),
-    _A("base for a request that needs a revision", '        if type(serving).__name__ == "ServingTokenization":', "        if True:"),
-    _A("tokenizer needs a revision", '        if type(serving).__name__ == "ServingTokenization":', "        if False:"),
-    _A("bound to the base", "lora_request = None if publication is None else served.service.lora_request(publication)", "lora_request = None"),
-    _A("admission forgotten", "    _admissions.set(request, admission)\n", ""),
-    _A("pooling's refusal dropped", "_wrap_check(PoolingBaseServing._check_model, answers=False)", "_wrap_check(PoolingBaseServing._check_model, answers=True)"),
-    _A("check left to vLLM", "    BaseServing._check_model = _wrap_check(BaseServing._check_model, answers=True)\n", ""),
-    _A("binding left to vLLM", "        return admit(served, self, request)", "        return original(self, request, supports_default_mm_loras)"),
-    _A("options unread", "        options = check_options(request)\n", "        options = None\n"),
-    _A("several modalities take one", "        if len(matched) == 1:", "        if matched:"),
-    _S("answer of an earlier state", "            self._resolved.clear()\n", "            pass\n"),
-    _S("constraint answered from memory", "        if weight_version is None and model is not None:", "        if model is not None:"),
-    _S("constrained answer remembered", "        if weight_version is None:\n            self._resolved[model] = publication", "        if True:\n            self._resolved[model] = publication"),
-    _S("unknown names are the base", "        if publication is None:\n            raise UnknownRevisionError(\n                f\"The model", "        if publication is None:\n            return None\n            raise UnknownRevisionError(\n                f\"The model"),
-    _S("base has versions", "        if weight_version is not None:\n            raise InvalidRequestError(", "        if False:\n            raise InvalidRequestError("),
-    _S("base served although a revision is required", "        if self.options.require_revision:", "        if False:"),
-    _S("same name for two revisions", 'key = f"{publication.lora_int_id}:{publication.lora_name}"', 'key = publication.policy'),
-    _T("late arrival passed on", "                if is_refused(output) and not _is_live(admission):", "                if False:"),
-    _T("every error is a late arrival", "                if is_refused(output) and not _is_live(admission):", "                if is_refused(output):"),
-    _T("admitted again and again", "    return restarts_left.get() > 0", "    return True"),
-    _T("never admitted again", "    return restarts_left.get() > 0", "    return False"),
-    _T("streams of others watched", "if admission is None or lora_request is None or admission.lora_request is not lora_request:", "if admission is None or lora_request is None:"),
-)  # fmt: skip
-
-LABELS = (
-    _L("label of the binding, not of the row", "    if lora_int_id == (0 if publication is None else publication.lora_int_id):", "    if True:"),
-    _L("base row of an adapter's request", '    if lora_int_id == 0:\n        return Label(f"base:{service.base_digest}", None)\n', "    if lora_int_id == 0:\n        return label_of(admission)\n"),
-    _L("step of any policy", "service.publication_of(lora_int_id, None if publication is None else publication.policy)", "service.publication_of(lora_int_id, None)"),
-    _L("unknown adapter is the base", "    if found is None:\n        raise TokenRowsError(", "    if found is None:\n        return label_of(admission)\n        raise TokenRowsError("),
-    _L("tokens without rows", "    if (0 if rows is None else len(rows)) != count:", "    if rows is None and count:\n        return [(label_of(admission), count)]\n    if False:"),
-    _L("first row for all", "    if count == 1 or (adapters == adapters[0]).all():", "    if True:"),
-    _L("runs begin one early", "(np.flatnonzero(np.diff(adapters)) + 1)", "(np.flatnonzero(np.diff(adapters)) + 0)"),
-    _L("tokens of chunks not sent forgotten", "    streamed = choice is None or type(choice)", "    streamed = type(choice)"),
-    _L("choices counted together", "(request_output.request_id, output.index), spans)", "(request_output.request_id, 0), spans)"),
-    _L("prompts counted together", "(request_output.request_id, output.index), spans)", '("", output.index), spans)'),
-    _L("first span for the last", 'choice.weight_version = spans[-1]["version"]', 'choice.weight_version = spans[0]["version"]'),
-    _L("spans in every chunk", "    if not streamed or output.finish_reason is not None:", "    if True:"),
-    _L("spans not merged", '        if last is not None and (last["version"], last["step"]) == label:', "        if False:"),
-    _L("spans merged by revision alone", '(last["version"], last["step"]) == label', 'last["version"] == label.version'),
-    _L("spans begin at nothing", 'start = last["end"] if last is not None else 0', "start = 0"),
-    _L("echo labelled", "    if _is_echo_only(request):\n", "    if False:\n"),
-    _R("dead engine is nobody's failure", "                if isinstance(result, BaseException):", "                if False and isinstance(result, BaseException):"),
-    _R("one engine's ranks for all", "for engine in self._engines for rank in range(self._size))", "for engine in self._engines[:1] for rank in range(self._size))"),
-    _R("silent engine holds nothing", "        return missing + sum(", "        return sum("),
-    _R("failed engine holds nothing", "sum(1 if isinstance(a, BaseException) else int(a)", "sum(0 if isinstance(a, BaseException) else int(a)"),
-    _R("reply in another's place", '    if reply.get("rank", name) != name:', "    if False:"),
-)  # fmt: skip
-
 _LOADED = ("numpy", "torch", "vllm.sampling_params", "vllm.v1.core.kv_cache_utils", "vllm.v1.engine.core")
-_FRONT = ("numpy", "torch", "vllm.v1.engine.async_llm", "vllm.entrypoints.openai.api_server")
 
 ROOMS = (
     Room("block keys", ("tests/plugin/test_block_keys.py",), BLOCK_KEYS, preload=_LOADED),
     Room("retire fence", ("tests/plugin/test_gate.py", "tests/plugin/test_control.py"), GATE, preload=_LOADED),
     Room("draw keys of requests", ("tests/plugin/test_draw_keys.py",), DRAW_KEYS, preload=_LOADED),
-    Room("admission", ("tests/plugin/test_admission.py",), ADMISSION, preload=_FRONT),
-    Room("labels and ranks", ("tests/plugin/test_labels.py", "tests/plugin/test_ranks.py"), LABELS, preload=_FRONT),
 )

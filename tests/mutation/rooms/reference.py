@@ -3,6 +3,7 @@
 Where ``only`` is given, exactly those configurations tell: grouped heads, untied heads, one scaling of RoPE, one dtype.
 """
 
+
 from __future__ import annotations
 
 from tests.mutation.mutants import Mutant, Room

@@ -1,5 +1,6 @@
 """The replay of receipts: rows recomputed, mixtures, findings, and the command."""
 
+
 from __future__ import annotations
 
 from tests.mutation.mutants import Mutant, Room
