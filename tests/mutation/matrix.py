@@ -62,7 +62,10 @@ def _room(name: str, outcomes: Sequence[Outcome]) -> str:
         )
         for label in labels
     ]
-    mutants = [(each.mutant.name, f"`{each.mutant.module}`", each.problem or _numbers(each, number)) for each in outcomes]
+    mutants = [
+        (outcome.mutant.name, f"`{outcome.mutant.module}`", outcome.problem or _numbers(outcome, number))
+        for outcome in outcomes
+    ]
     return "\n\n".join((
         f"## {name[0].upper()}{name[1:]}",
         table(("mutant", "in", "caught by"), mutants),
