@@ -102,7 +102,7 @@ def test_factor_of_the_wrong_shape_is_refused(tmp_path: Path, wanted: str, shape
     assert reason(changed(tmp_path, **{A0: np.ones(shape, dtype=np.float32)})) == wanted
 
 
-@pytest.mark.parametrize("dtype", ["F64", "I8"])
+@pytest.mark.parametrize("dtype", ["F64"])
 def test_dtype_that_is_not_served_is_refused_by_name(tmp_path: Path, dtype: str) -> None:
     directory = make_adapter(tmp_path, shape=MINUTE, dtypes={A0: dtype})
     assert reason(directory) == "dtype"
@@ -110,12 +110,13 @@ def test_dtype_that_is_not_served_is_refused_by_name(tmp_path: Path, dtype: str)
         inspect_adapter(directory)
 
 
-def test_quantised_dtype_is_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "I8"])
+def test_quantised_dtype_is_refused_by_name(tmp_path: Path, dtype: str) -> None:
     directory = make_adapter(tmp_path, shape=MINUTE, rank=2)
     payload = (directory / "adapter_model.safetensors").read_bytes()
     # One byte per item: rewrite the first tensor's header as an eight-bit tensor of four times the width.
     old = b'{"dtype":"F32","shape":[2,8],"data_offsets":[0,64]}'
-    new = b'{"dtype":"F8_E4M3","shape":[2,32],"data_offsets":[0,64]}'
+    new = b'{"dtype":"%s","shape":[2,32],"data_offsets":[0,64]}' % dtype.encode()
     assert payload.count(old) == 1
     length = int.from_bytes(payload[:8], "little") + len(new) - len(old)
     (directory / "adapter_model.safetensors").write_bytes(length.to_bytes(8, "little") + payload[8:].replace(old, new))
