@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 STRICT := epochless_vllm/protocol epochless_vllm/store epochless_vllm/publication epochless_vllm/patch \
           epochless_vllm/wire.py epochless_vllm/verify epochless_vllm/reference epochless_vllm/client epochless_vllm/cli
 
-.PHONY: setup demo test test-engine fuzz lint bench crash soak
+.PHONY: setup demo test test-engine fuzz lint bench crash mutation soak
 
 setup:
 	@PYTHON=$(PYTHON) VENV=$(VENV) bash docker/setup.sh
@@ -33,6 +33,10 @@ bench: setup
 # The whole crash campaign; WRITE=1 renews tests/crash/README.md from it.
 crash: setup
 	@$(PY) -m tests.crash.campaign --servers $(if $(WRITE),--write)
+
+# One edit of the sources at a time, and which tests notice; WRITE=1 renews tests/mutation/README.md from it.
+mutation: setup
+	@$(PY) -m tests.mutation $(if $(WRITE),--write)
 
 soak: setup
 	@$(PY) benchmarks/soak.py --seconds $(or $(SECONDS),60)

@@ -26,11 +26,12 @@ from typing import Any
 
 from epochless_vllm.durable import CRASH_EXIT_CODE
 from epochless_vllm.store.revisions import RevisionStore
+from tests import campaigns
 from tests.adapters import MINUTE, make_adapter
 from tests.crash import server_cuts
 from tests.crash.lives import live, read_sayings
 from tests.crash.ranks import NAMES, shard_digest
-from tests.crash.server_cuts import Outcome
+from tests.crash.server_cuts import HEADINGS, Outcome
 from tests.publication.conftest import MEMORY
 
 README = Path(__file__).with_name("README.md")
@@ -439,18 +440,15 @@ def _check_state(world: World, report: dict[str, Any], expected: dict[int, str])
     assert damaged <= {entry[0] for entry in latest.values() if entry[2] == "quarantined"}, f"damaged: {damaged}"
 
 
-def table(results: list[Result]) -> str:
-    lines = ["| during | process | cut at | manner | after the restart | result |", "|---|---|---|---|---|---|"]
-    for result in results:
-        s = result.scenario
-        verdict = "passed" if result.passed else f"FAILED: {result.problems[0]}"
-        lines.append(f"| {s.during} | {s.process} | `{s.point}` | {s.manner or '-'} | {s.outcome} | {verdict} |")
-    return "\n".join(lines)
+def table(results: Sequence[Result]) -> str:
+    """Return the rows of the runs without an engine."""
+    return campaigns.table(HEADINGS, (_row(result) for result in results))
 
 
-def summary(results: Sequence[Result | Outcome]) -> str:
-    failed = sum(not result.passed for result in results)
-    return f"{len(results) - failed} passed, {failed} failed"
+def _row(result: Result) -> tuple[str, ...]:
+    s = result.scenario
+    verdict = "passed" if result.passed else f"FAILED: {result.problems[0]}"
+    return s.during, s.process, f"`{s.point}`", s.manner or "-", s.outcome, verdict
 
 
 def render(results: list[Result], outcomes: list[Outcome]) -> str:
@@ -475,7 +473,7 @@ operation again. In the fast suite, three of these run.
 
 {server_cuts.table(outcomes)}
 
-{summary([*results, *outcomes])}
+{campaigns.summary([*results, *outcomes])}
 """
 
 
@@ -506,7 +504,7 @@ def main() -> int:
             outcomes = server_cuts.Chain(Path(directory), server_cuts.CUTS).run()
         print(server_cuts.table(outcomes))
     print(f"{time.monotonic() - begin:.1f} s")
-    print(summary([*results, *outcomes]))
+    print(campaigns.summary([*results, *outcomes]))
     if arguments.write:
         README.write_text(render(results, outcomes), encoding="utf-8")
     return 0 if all(result.passed for result in [*results, *outcomes]) else 1

@@ -23,9 +23,11 @@ from typing import Any
 import httpx
 
 from epochless_vllm.durable import CRASH_EXIT_CODE, CRASH_VARIABLE
+from tests import campaigns
 from tests.plugin.servers import ROOT, Server, launch, stop, wait_until_healthy
 from tests.tiny_model import make_adapter, make_model
 
+HEADINGS = ("during", "process", "cut at", "manner", "after the restart", "result")
 POLICY = "p"
 PROMPT = "What was committed before the power went is served after it. "
 TOKENS = 240  # of the stream beside a cut, which must not end before it
@@ -260,10 +262,11 @@ def spec(cut: ServerCut) -> str:
 
 
 def table(outcomes: Iterable[Outcome]) -> str:
-    """Return the rows of the campaign's table, with their heading."""
-    lines = ["| during | process | cut at | manner | after the restart | result |", "|---|---|---|---|---|---|"]
-    for outcome in outcomes:
-        cut = outcome.cut
-        verdict = "passed" if outcome.passed else f"FAILED: {outcome.problems[0]}"
-        lines.append(f"| {cut.during} | {cut.process} | `{cut.point}` | {cut.manner} | {cut.outcome} | {verdict} |")
-    return "\n".join(lines)
+    """Return the rows of the lives of a real server."""
+    return campaigns.table(HEADINGS, (_row(outcome) for outcome in outcomes))
+
+
+def _row(outcome: Outcome) -> tuple[str, ...]:
+    cut = outcome.cut
+    verdict = "passed" if outcome.passed else f"FAILED: {outcome.problems[0]}"
+    return cut.during, cut.process, f"`{cut.point}`", cut.manner, cut.outcome, verdict

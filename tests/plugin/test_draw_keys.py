@@ -60,6 +60,13 @@ def test_what_a_front_end_filled_stays_and_a_second_filling_changes_nothing() ->
     assert material_of(params) == material
 
 
+def test_the_request_is_named_as_its_client_sees_it() -> None:
+    for named, wanted in (("r", "r"), (None, "r-x1")):
+        params = parameters()
+        prepare_request(request(params, external_req_id=named))
+        assert material_of(params)["request"] == wanted
+
+
 def test_no_generator_is_made_even_if_the_kind_of_sampling_was_already_read() -> None:
     from vllm.sampling_params import SamplingType
 
@@ -109,6 +116,7 @@ def test_choices_of_an_engine_without_epochless_are_left_to_vllm() -> None:
         {"prompt": -1},
         {"choice": "0"},
         {"other": 1},
+        {"other": "text"},
     ],
 )
 def test_malformed_material_is_refused_by_its_name(material: object) -> None:

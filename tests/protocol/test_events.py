@@ -76,6 +76,7 @@ def test_the_format_is_frozen() -> None:
         ("intended", PAYLOAD.replace(b'"step":2', b'"step":' + b"9" * 5000)),
         ("intended", PAYLOAD.replace(b'"step":2,', b"")),
         ("intended", PAYLOAD.replace(b'"step":2', b'"extra":1,"step":2')),
+        ("intended", PAYLOAD.replace(b"{", b'{"extra":1,')),
         ("intended", PAYLOAD.replace(b'"step":2', b'"step":2,"step":2')),
         ("intended", PAYLOAD.replace(b"aaaa", b"AAAA")),
         ("intended", PAYLOAD.replace(b'"p"', b'"\\u0070"')),

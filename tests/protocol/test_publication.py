@@ -220,6 +220,44 @@ def test_engine_ids_end_before_the_engine_would_wrap_them() -> None:
     state = State(last_lora_int_id=MAX_LORA_INT_ID)
     with pytest.raises(IllegalTransitionError, match="new store"):
         fold(Intended(Intent(1, "p", 1, A, MAX_LORA_INT_ID + 1)), state=state)
+    last = State(last_lora_int_id=MAX_LORA_INT_ID - 1)
+    assert publish(last, "p", 1, A).adapters == {A: MAX_LORA_INT_ID}
+
+
+def test_a_draining_binding_cannot_begin_to_retire_again() -> None:
+    state = fold(RetireBegan("p", A), state=publish(State(), "p", 1, A))
+    with pytest.raises(IllegalTransitionError, match="draining, not live"):
+        fold(RetireBegan("p", A), state=state)
+
+
+def test_a_quarantine_ends_with_the_adapter_it_was_of() -> None:
+    state = fold(Quarantined(A, "tp1", "no memory"), state=publish(State(), "p", 1, A))
+    assert retire(state, "p", A).quarantine == {}
+
+
+def test_without_its_head_a_policy_falls_back_to_the_latest_it_holds() -> None:
+    state = publish(publish(publish(publish(State(), "p", 1, A), "p", 2, B), "p", 3, C), "q", 1, C)
+    head = retire(state, "p", C).head("p")
+    assert head is not None
+    assert head.revision_id == B
+
+
+def test_the_latest_publication_of_a_step_or_a_revision_is_the_one_that_is_found() -> None:
+    state = publish(retire(publish(State(), "p", 1, A), "p", A), "p", 1, A)
+    for found in (state.publication_at("p", 1), state.publications.of_revision("p", A)):
+        assert found is not None
+        assert found.sequence == 2
+
+
+def test_a_policy_is_not_known_before_its_first_publication() -> None:
+    before = publish(State(), "p", 1, A)
+    after = publish(before, "q", 1, A)
+    assert (before.publications.knows("q"), after.publications.knows("q")) == (False, True)
+
+
+def test_a_prefix_finds_the_revisions_that_open_with_it_and_not_those_behind_them() -> None:
+    state = publish(publish(publish(State(), "p", 1, A), "p", 2, B), "p", 3, C)
+    assert state.publications.revisions_with_prefix("p", "sha256:bb") == [B]
 
 
 def test_a_retired_publication_stays_retired_when_its_content_comes_back() -> None:

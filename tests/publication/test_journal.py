@@ -228,7 +228,7 @@ def test_a_reader_of_a_file_elsewhere_can_read_and_not_append(journal: Journal, 
     publish(journal, 1, A)
     reader = Journal(journal_path, read_only=True)
     assert reader.state == journal.state
-    with pytest.raises(StorageFullError):
+    with pytest.raises(StorageFullError, match="opened for reading only"):
         reader.append(RetireBegan("p", A))
     reader.close()
 
@@ -282,6 +282,20 @@ def test_a_publish_and_retire_cycle_leaves_less_than_a_kilobyte(journal_path: Pa
     early = run(0, 50)
     assert (run(50, 350) - early) / 300 <= 1000
     journal.close()
+
+
+def test_receipts_belong_to_the_commit_among_the_events_of_one_append(journal: Journal) -> None:
+    publish(journal, 1, A)
+    state = journal.append(Intended(Intent(2, "p", 2, B, 2)))
+    receipts = {"tp0": {"rank": "tp0"}}
+    journal.append(Committed(2, state.sequence + 1), RetireBegan("p", A), receipts=receipts)
+    assert journal.receipts(2) == receipts
+
+
+def test_an_empty_file_is_told_from_one_that_was_never_a_journal(journal_path: Path) -> None:
+    journal_path.touch()
+    with pytest.raises(JournalError, match="the journal is empty"):
+        JournalView(journal_path)
 
 
 @pytest.mark.parametrize("content", [b"", b"not a database", b"SQLite format 3\0" + bytes(84)])

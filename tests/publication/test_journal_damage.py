@@ -108,7 +108,15 @@ def test_rows_lost_from_the_end_show_by_the_tip(copy: Path) -> None:
         Journal(copy)
 
 
-@pytest.mark.parametrize("change", ["DELETE FROM tip", "INSERT INTO tip SELECT * FROM tip", "UPDATE tip SET seq = 11"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        "DELETE FROM tip",
+        "INSERT INTO tip SELECT * FROM tip",
+        "UPDATE tip SET seq = 11",
+        "UPDATE tip SET chain = x'00'",
+    ],
+)
 def test_a_damaged_tip_is_an_error(copy: Path, change: str) -> None:
     with sqlite3.connect(copy) as raw:
         raw.execute(change)

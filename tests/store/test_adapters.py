@@ -12,7 +12,14 @@ import pytest
 from epochless_vllm.errors import AdapterConfigError, AdapterNotFoundError, EpochlessError, InspectError
 from epochless_vllm.protocol.digests import digest
 from epochless_vllm.protocol.manifest import TensorEntry, manifest_from_parts
-from epochless_vllm.store.adapters import ModuleShape, check_base, check_coverage, config_of, inspect_adapter
+from epochless_vllm.store.adapters import (
+    ModuleShape,
+    check_base,
+    check_coverage,
+    config_of,
+    inspect_adapter,
+    inspect_parts,
+)
 from epochless_vllm.store.base_modules import read_base_modules
 from tests.adapters import ALL_TARGETS, MINUTE, LlamaShape, make_adapter, make_tensors, module_name, tensor_names
 from tests.tiny_model import make_model
@@ -103,12 +110,13 @@ def test_dtype_that_is_not_served_is_refused_by_name(tmp_path: Path, dtype: str)
         inspect_adapter(directory)
 
 
-def test_quantised_dtype_is_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "I8"])
+def test_quantised_dtype_is_refused_by_name(tmp_path: Path, dtype: str) -> None:
     directory = make_adapter(tmp_path, shape=MINUTE, rank=2)
     payload = (directory / "adapter_model.safetensors").read_bytes()
     # One byte per item: rewrite the first tensor's header as an eight-bit tensor of four times the width.
     old = b'{"dtype":"F32","shape":[2,8],"data_offsets":[0,64]}'
-    new = b'{"dtype":"F8_E4M3","shape":[2,32],"data_offsets":[0,64]}'
+    new = b'{"dtype":"%s","shape":[2,32],"data_offsets":[0,64]}' % dtype.encode()
     assert payload.count(old) == 1
     length = int.from_bytes(payload[:8], "little") + len(new) - len(old)
     (directory / "adapter_model.safetensors").write_bytes(length.to_bytes(8, "little") + payload[8:].replace(old, new))
@@ -117,6 +125,21 @@ def test_quantised_dtype_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_adapter_without_tensors_is_refused(tmp_path: Path) -> None:
     assert reason(make_adapter(tmp_path, tensors={})) == "no_tensors"
+
+
+def test_modules_are_sorted_whatever_the_order_of_the_data(tmp_path: Path) -> None:
+    tensors = make_tensors(shape=MINUTE)
+    adapter = inspect_adapter(make_adapter(tmp_path, tensors=dict(reversed(tensors.items()))))
+    assert list(adapter.modules) == sorted(adapter.modules)
+    assert len(adapter.modules) > 1
+
+
+def test_an_inspected_adapter_does_not_change_with_the_document_it_was_made_from(tmp_path: Path) -> None:
+    adapter = inspect_adapter(make_adapter(tmp_path, shape=MINUTE))
+    document = dict(adapter.document)
+    again = inspect_parts(document, list(adapter.tensors), adapter.data_begin)
+    document["target_modules"] = []
+    assert again.document == adapter.document
 
 
 def test_names_without_pefts_prefix_are_read(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from epochless_vllm.errors import AdapterConfigError
 from epochless_vllm.protocol.canonical import encode_canonical
-from epochless_vllm.store.lora_config import config_from_manifest, resolve_config
+from epochless_vllm.store.lora_config import config_from_manifest, layer_of, resolve_config
 from tests.adapters import MINUTE, make_adapter, make_config, make_tensors, module_name
 
 Q0, Q1, HEAD = module_name("q_proj", 0), module_name("q_proj", 1), "lm_head"
@@ -195,6 +195,36 @@ def test_scaling_equals_pefts_and_survives_the_manifest_and_the_stored_file(fiel
     encoded = encode_canonical(config.manifest_config())
     assert config_from_manifest(json.loads(encoded), ranks) == config
     assert resolve_config(json.loads(json.dumps(config.peft_config())), ranks) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [({"lora_alpha": "8.0"}, "lora_alpha"), ({"alpha_pattern": {"unknown": "4"}}, "alpha_pattern")],
+)
+def test_refused_manifest_names_what_is_wrong_with_it(changes: dict[str, Any], field: str) -> None:
+    with pytest.raises(AdapterConfigError) as caught:
+        config_from_manifest({**resolve().manifest_config(), **changes}, RANKS)
+    assert caught.value.fields["field"] == field
+
+
+def test_true_is_no_rank_of_one() -> None:
+    assert refused_field({Q0: 1}, r=True) == "r"
+
+
+def test_a_stored_pattern_names_one_module_and_no_longer_name_that_ends_like_it() -> None:
+    ranks = {"q_proj": 4, "a.q_proj": 4, "b.q_proj": 2}
+    config = resolve(ranks, target_modules=["q_proj"], rank_pattern={"b.q_proj": 2}, alpha_pattern={"^q_proj": 64})
+    stored = config.peft_config()
+    for name in ranks:
+        # PEFT's rule: a key may stand at the end of a name, behind a dot.
+        alphas = [v for k, v in stored["alpha_pattern"].items() if re.match(rf"(.*\.)?({k})$", name)]
+        assert alphas == ([64] if name == "q_proj" else [])
+
+
+def test_the_last_index_of_a_name_counts_its_layer_as_peft_reads_it() -> None:
+    name = "model.layers.3.experts.1.q_proj"
+    assert re.match(r".*\.[^.]*\.(\d+)\.", name)[1] == "1"  # type: ignore[index]  # PEFT's own expression
+    assert layer_of(name) == 1
 
 
 @pytest.mark.parametrize(

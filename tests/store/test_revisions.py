@@ -252,6 +252,17 @@ def test_damaged_file_is_refused_and_replaced_by_publishing_again(
     assert store.fsck().damaged == store.fsck().leftovers == ()
 
 
+def test_tensors_behind_a_symbolic_link_are_refused_even_if_they_are_the_right_ones(
+    store: RevisionStore, adapter: Path, tmp_path: Path
+) -> None:
+    revision_id = store.ingest_directory(adapter).revision_id
+    path = directory_of(store, revision_id) / "adapter_model.safetensors"
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StoreError):
+        store.read(revision_id)
+
+
 def test_unknown_revision_is_named(store: RevisionStore) -> None:
     absent = RevisionId("sha256:" + "0" * 64)
     assert not store.has(absent)

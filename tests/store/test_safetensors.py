@@ -184,6 +184,13 @@ def test_spacing_key_order_escapes_and_padding_do_not_change_the_records() -> No
     assert parse_file(with_header(spaced, bytes(32))) == parse_file(VALID)
 
 
+def test_an_empty_tensor_may_stand_where_another_begins_in_either_order() -> None:
+    empty, full = f'"e":{entry(shape="[0]", offsets="[0,0]")}', f'"f":{entry()}'
+    for members in ((empty, full), (full, empty)):
+        records = parse_file(with_header("{" + ",".join(members) + "}", bytes(4)))
+        assert [record.name for record in records] == ["e", "f"]
+
+
 def test_scalars_and_empty_tensors_of_a_base_model_are_read() -> None:
     header = f'{{"s":{entry(shape="[]")},"e":{entry(shape="[0,7]", offsets="[4,4]")}}}'
     assert [record.shape for record in parse_file(with_header(header, bytes(4)))] == [(), (0, 7)]

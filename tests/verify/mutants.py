@@ -75,6 +75,16 @@ def set_row(doc: Doc, position: int, **values: int) -> None:
         block[name][place] = value
 
 
+def move_up(doc: Doc) -> None:
+    """Take the last row of the first block, and place the blocks behind it one position earlier."""
+    first, *others = doc["blocks"]
+    first.update(runs=[[63, 0, 0, 0]])
+    for column in ("tokens", "low", "width"):
+        first[column].pop()
+    for block in others:
+        block["first"] -= 1
+
+
 def swap_tokens(doc: Doc, one: int, other: int) -> None:
     first, i = row(doc, one)
     second, j = row(doc, other)
@@ -246,6 +256,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("blocks miscounted", "T44", "sampled", set_at("final.blocks", 4), {"stale": "statement_mismatch", "rehashed": "count_mismatch", "resigned": "count_mismatch"}, count=False),
     Mutant("first token of a block misplaced", "T44", "sampled", set_at("blocks.1.first", 65), always("block_order")),
     Mutant("short block inside", "T44", "sampled", lambda d: (d["blocks"][0].update(runs=[[63, 0, 0, 0]]), [d["blocks"][0][n].pop() for n in ("tokens", "low", "width")]), always("block_order")),
+    Mutant("short block inside, the others moved up", "T44", "sampled", move_up, always("block_order")),
     Mutant("nonce of another request", "T47", "sampled", set_at("header.nonce", "nonce-of-another-one"), always("nonce_mismatch")),
     Mutant("nonce removed", "T47", "sampled", set_at("header.nonce", None), always("nonce_mismatch")),
     Mutant("header of another request", "T48", "sampled", set_at("header.request_id", "cmpl-other"), always("draw_outside_interval")),

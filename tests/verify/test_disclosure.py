@@ -12,11 +12,13 @@ from epochless_vllm.errors import ReceiptError
 from epochless_vllm.protocol.disclosure import make_disclosure
 from epochless_vllm.protocol.merkle import leaf_hash, node_hash
 from epochless_vllm.protocol.records import FILTERED, leaf_data
+from epochless_vllm.protocol.verbose import decode_verbose
 from epochless_vllm.verify.disclosure import verify_disclosure
 from epochless_vllm.verify.expected import Expected
 from tests.protocol.receipt_factory import NONCE, SIGNER, make_header, make_receipt
 from tests.verify.bases import base_receipt, tokens_of
 from tests.verify.forge import canonical
+from tests.verify.mutants import MUTANTS
 
 EXPECTED = Expected(public_key=SIGNER.public_key, nonce=NONCE)
 LONG = make_receipt(700, header=make_header(max_tokens=700))
@@ -123,3 +125,9 @@ def test_path_grows_with_the_logarithm_of_the_length() -> None:
         receipt = make_receipt(tokens, header=make_header(max_tokens=tokens), step=64)
         sizes[tokens] = len(make_disclosure(receipt, tokens // 2).path)
     assert sizes == {64: 0, 640: 4, 6400: 7}
+
+
+def test_disclosed_draw_that_does_not_pick_its_token_is_refused() -> None:
+    lie = next(mutant for mutant in MUTANTS if mutant.name == "draw outside its interval")
+    receipt = decode_verbose(lie.payload("resigned"))
+    assert refusal(make_disclosure(receipt, 100).encode(), 100) == "draw_outside_interval"

@@ -76,6 +76,14 @@ def test_mutant_that_has_a_compact_form_is_refused_there_too(mutant: Mutant, var
         verify_receipt(compact, **mutant.expectations(variant))
 
 
+@pytest.mark.parametrize("mutant", [mutant for mutant in MUTANTS if "draw_outside_interval" in mutant.codes.values()])
+def test_draw_that_does_not_pick_its_token_is_refused_in_a_stream_too(mutant: Mutant) -> None:
+    stream = encode_stream(decode_verbose(mutant.payload("resigned")))
+    with pytest.raises(ReceiptError) as refusal:
+        verify_receipt(stream, **mutant.expectations("resigned"))
+    assert refusal.value.fields["threat"] == "draw_outside_interval"
+
+
 @pytest.mark.parametrize(
     ("owner", "check"),
     [

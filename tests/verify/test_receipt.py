@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tracemalloc
 from collections.abc import Iterator
+from contextlib import nullcontext
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,15 @@ from hypothesis import strategies as st
 import epochless_vllm
 from epochless_vllm.errors import ReceiptError
 from epochless_vllm.protocol.builder import ReceiptBuilder, sign_final
+from epochless_vllm.protocol.columns import column
 from epochless_vllm.protocol.compact import encode_compact
 from epochless_vllm.protocol.draw_window import DrawWindow
 from epochless_vllm.protocol.header import reveal_key, seed_commitment
 from epochless_vllm.protocol.receipts import LENGTH
-from epochless_vllm.protocol.records import ONE
+from epochless_vllm.protocol.records import ONE, Block, Run
 from epochless_vllm.protocol.stream import encode_block_frame, encode_final_frame, encode_header_frame, encode_stream
 from epochless_vllm.verify import expected as caveats
+from epochless_vllm.verify.checker import check_draws
 from epochless_vllm.verify.diagnosis import explain_draws
 from epochless_vllm.verify.expected import Expected
 from epochless_vllm.verify.receipt import StreamVerifier, verify_receipt
@@ -315,3 +318,11 @@ def test_memory_of_the_stream_verifier_does_not_grow_with_the_stream() -> None:
 
     peak(4)  # what is imported and cached at first use is not the stream's
     assert peak(320) < 2 * peak(40)
+
+
+@pytest.mark.parametrize(("draw", "picks"), [(9, False), (10, True), (15, True), (16, False)])
+def test_first_and_last_draw_of_an_interval_pick_its_token_and_their_neighbours_do_not(draw: int, picks: bool) -> None:
+    header = base_receipt("sampled").header
+    block = Block(0, column([7]), column([10]), column([5]), column(), (Run(1, 0, 0, 0),))
+    with nullcontext() if picks else pytest.raises(ReceiptError):
+        check_draws(block, [draw], header, None)

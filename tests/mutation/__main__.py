@@ -1,0 +1,54 @@
+"""The mutation campaign.
+
+    python -m tests.mutation                      every room; one line a mutant, last line `N passed, N failed`
+    python -m tests.mutation --room ROOM NAME ... some rooms, some mutants
+    python -m tests.mutation --first              stop at a mutant's first failing test: whether, not by which
+    python -m tests.mutation --write              every room, and write tests/mutation/README.md from it
+
+A mutant is one edit of the sources. It passes when a named test fails, or, where ``only`` is given, when exactly those
+tests do. One whose text is not there once, or that does not import, is an error of the campaign and fails. Equivalent
+mutants are listed apart with the argument and must pass every test.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+
+from tests.campaigns import summary
+from tests.mutation.matrix import README, describe, render
+from tests.mutation.rooms import ROOMS
+from tests.mutation.runner import run_rooms
+
+
+def main() -> int:
+    """Run the campaign; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="mutants to run; all without")
+    parser.add_argument("--room", action="append", choices=[room.name for room in ROOMS], help="may be repeated")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--first", action="store_true", help="stop at a mutant's first failing test")
+    parser.add_argument("--write", action="store_true", help="write tests/mutation/README.md; runs everything")
+    options = parser.parse_args()
+    if options.write and (options.names or options.room or options.first):
+        parser.error("--write is of the whole campaign")
+    rooms = [room for room in ROOMS if not options.room or room.name in options.room]
+    begin = time.monotonic()
+    outcomes = run_rooms(
+        rooms,
+        jobs=options.jobs,
+        names=options.names,
+        first=options.first,
+        tell=lambda each: print(describe(each), flush=True),
+    )
+    print(f"{time.monotonic() - begin:.0f} s")
+    print(summary(outcomes))
+    if options.write:
+        README.write_text(render(outcomes), encoding="utf-8")
+    return 0 if outcomes and all(outcome.passed for outcome in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""The seams in vLLM that decide which weights a request meets: block keys, the gate and the fence, draw keys."""
+
+# ruff: noqa: E501 - one mutant a line reads as the table it is
+from __future__ import annotations
+
+from functools import partial
+
+from tests.mutation.mutants import Mutant, Room
+
+_B = partial(Mutant, "plugin/block_keys")
+_G = partial(Mutant, "plugin/core")
+_D = partial(Mutant, "plugin/draw_keys")
+_C = partial(Mutant, "plugin/control")
+_V = partial(Mutant, "plugin/activation")
+
+BLOCK_KEYS = (
+    Mutant("protocol/blocks", "no tag", "return (TAG, base_digest", 'return ("", base_digest'),
+    Mutant("protocol/blocks", "no base", "return (TAG, base_digest, revision_id", 'return (TAG, "", revision_id'),
+    Mutant("protocol/blocks", "every revision is the base", 'revision_id or "")', '"")'),
+    _B("base of the engine before", "    _keys_of.cache_clear()\n", ""),
+    _B("policy for the revision", "revision_id = split_lora_name(lora_name)[1]", "revision_id = split_lora_name(lora_name)[0]"),
+    _B("unmanaged adapter as the base", '        return [("epochless-unmanaged", _base_digest, lora_name)]', "        return [block_extra_key(_base_digest, None)]"),
+    _B("no key for the base", "        return [block_extra_key(_base_digest, None)]\n    try", "        return []\n    try"),
+    _B("adapter ignored", "lora_request.lora_name if lora_request is not None else None", "None"),
+    _B("base requests hashed without keys", "    kv_cache_utils.need_extra_keys = lambda request: True\n", ""),
+    _B("engine's own keys stay", "    kv_cache_utils._gen_lora_extra_hash_keys = extra_hash_keys\n", ""),
+    _B("other engines' keys taken", "return stock(request) if _base_digest is None else generate", "return generate"),
+)  # fmt: skip
+
+GATE = (
+    _G("any revision under a served id", "if self._open.get(lora_int_id) == split_lora_name(lora_request.lora_name)[1]:", "if lora_int_id in self._open:"),
+    _G("closed is unknown", "        if lora_int_id in self._closed:", "        if False:"),
+    _G("late request enters", "            self._require_open(lora_request)\n            self._entering", "            self._entering"),
+    _G("nobody on the way counts", "            self._entering[lora_request.lora_int_id] += 1\n", "            pass\n"),
+    _G("who arrived is still on the way", "            self._entering[lora_int_id] -= 1\n", "            pass\n"),
+    _G("what left is unknown", "            self._closed |= set(self._open) - set(held)\n", ""),
+    _G("closed while someone is on the way", "holders = scheduled + self._entering[lora_int_id]", "holders = scheduled"),
+    _G("closed while someone runs", "holders = scheduled + self._entering[lora_int_id]", "holders = self._entering[lora_int_id]"),
+    _G("closed under its holders", "            if holders == 0 and self._open.pop(", "            if self._open.pop("),
+    _G("removed is not told", "                self._closed.add(lora_int_id)\n            return", "                pass\n            return", only=frozenset({"test_the_gate_closes_before_the_ranks_are_told"})),
+    _G("base requests hold it", "r.lora_request is not None and r.lora_request.lora_int_id == lora_int_id)", "r.lora_request is None or r.lora_request.lora_int_id == lora_int_id)"),
+    _G("every adapter's requests hold it", "r.lora_request is not None and r.lora_request.lora_int_id == lora_int_id)", "r.lora_request is not None)"),
+    _G("ranks told although it is in use", "        if holders:\n", "        if False:\n"),
+    _G("removed without closing", "gate.close(message[\"lora_int_id\"], count_scheduled(self, message[\"lora_int_id\"]))", "count_scheduled(self, message[\"lora_int_id\"])"),
+    _G("not read back when it comes again", "        forget_verified(self, message[\"lora_int_id\"])\n", ""),
+    _G("gate stays after an abort", 'if message["kind"] in ("abort", "retire") or', 'if message["kind"] == "retire" or'),
+    _G("gate opens with the first rank", "or all(reply.get(\"done\") for reply in replies)", "or True"),
+    _G("one rank holds for all", "if all(other.get(i) == r for other in held)}", "}"),
+    _G("same id is enough", "all(other.get(i) == r for other in held)", "all(i in other for other in held)"),
+    _G("holders on the way forgotten", "return entering + count_scheduled(self, lora_int_id)", "return count_scheduled(self, lora_int_id)"),
+    _G("failed request stays on the way", "            gate.leave(request.lora_request.lora_int_id)\n            raise", "            raise"),
+    _G("refused request stays on the way", "            if gate is not None and request.lora_request is not None:\n                gate.leave", "            if False:\n                gate.leave"),
+    _G("adapters enter by hand", "if options_of(self.vllm_config.additional_config) is None:\n                return original", "if True:\n                return original"),
+    _V("verified without a look", "        if fresh:\n            _activate", "        if False:\n            _activate"),
+    _V("memory given up is trusted", "        getattr(core, DISTRUSTED).update(verified)\n", ""),
+    _V("read back at every step", "            getattr(core, VERIFIED).add(lora_int_id)\n", "            pass\n"),
+    _C("any call to the workers", "    if isinstance(method, str) and method in READING:", "    if True:"),
+    _C("sleep that loses the base", "    if level >= DISCARDS_WEIGHTS:", "    if level > DISCARDS_WEIGHTS:"),
+    _C("engines without Epochless checked", "        if options_of(self.vllm_config.additional_config) is not None:\n            check_worker_call(method)", "        if True:\n            check_worker_call(method)"),
+)  # fmt: skip
+
+DRAW_KEYS = (
+    _D("client's seed ignored", "seed = draw_request_seed() if params.seed is None else params.seed", "seed = draw_request_seed()"),
+    _D("one seed for all", "return secrets.token_hex(REQUEST_SEED_BYTES)", 'return "ab" * REQUEST_SEED_BYTES'),
+    _D("engine's own generator stays", "    params.seed = None\n", ""),
+    _D("cached kind of sampling stays", '    params.__dict__.pop("sampling_type", None)', "    pass"),
+    _D("front end overruled", "set_material(params, **{**defaults, **material})", "set_material(params, **{**material, **defaults})"),
+    _D("written through", "params.extra_args = {**(params.extra_args or {}), KEY: {**material_of(params), **fields}}", "params.extra_args = params.extra_args or {}\n    params.extra_args.setdefault(KEY, {}).update(fields)"),
+    _D("other arguments lost", "{**(params.extra_args or {}), KEY: {**material", "{KEY: {**material"),
+    _D("request id of the engine", "request.external_req_id or request.request_id)", "request.request_id)"),
+    _D("missing field has a default", "        if name not in material:\n", "        if False:\n"),
+    _D("choice outside the key", '"choice_index": material["choice"]}', '"choice_index": 0}'),
+    _D("prompt outside the key", '"prompt_index": material["prompt"]', '"prompt_index": 0'),
+    _D("nonce outside the key", 'client_nonce=material["nonce"].encode("ascii")', 'client_nonce=b""'),
+    _D("request outside the key", 'external_request_id=material["request"]', 'external_request_id=""'),
+    _D("streaming input drawn twice", "    if request.resumable:\n", "    if False:\n"),
+    _D("sampler outside the recipe", "    sampler_of(request.sampling_params)\n", ""),
+    _D("unknown field", "    if name not in FIELDS:\n", "    if False:\n"),
+    _D("true for a seed", "named = type(value) is int and", "named = isinstance(value, int) and"),
+    _D("seed of any size", "<= value <= MAX_SEED", "<= value"),
+    _D("short seed", "_HEX_SEED.fullmatch(value)", "isinstance(value, str)"),
+    _D("negative index", "if type(value) is not int or value < 0:", "if type(value) is not int:"),
+    _D("nonce in any script", 'or (name == "nonce" and not value.isascii())', ""),
+    _D("choices share their index", "        set_material(child, choice=index)\n", "        set_material(child)\n"),
+    _D("choices of their own choices", "        child.n = 1\n", ""),
+    _D("engine without Epochless changed", "        if not material_of(self.sampling_params):  # an engine", "        if False:  # an engine"),
+)  # fmt: skip
+
+_LOADED = ("numpy", "torch", "vllm.sampling_params", "vllm.v1.core.kv_cache_utils", "vllm.v1.engine.core")
+
+ROOMS = (
+    Room("block keys", ("tests/plugin/test_block_keys.py",), BLOCK_KEYS, preload=_LOADED),
+    Room("retire fence", ("tests/plugin/test_gate.py", "tests/plugin/test_control.py"), GATE, preload=_LOADED),
+    Room("draw keys of requests", ("tests/plugin/test_draw_keys.py",), DRAW_KEYS, preload=_LOADED),
+)
