@@ -31,9 +31,9 @@ from epochless_vllm.reference.forward import Engine
 from epochless_vllm.reference.lora import Adapter, adapter_from_revision
 from epochless_vllm.reference.model import Model, load_model
 from epochless_vllm.reference.processors import Processors, unknown_processor
+from epochless_vllm.reference.rounding import Rounding
 from epochless_vllm.reference.rows import Record, RowResult, Tolerance, compare_rows
 from epochless_vllm.reference.sequences import replay_mixture
-from epochless_vllm.reference.weights import Rounding
 from epochless_vllm.store.base_model import BaseSettings, identify_base
 from epochless_vllm.store.revisions import RevisionStore
 from epochless_vllm.verify.findings import Replay, summarise
@@ -235,7 +235,7 @@ def _refuse_rounded_kv(settings: BaseSettings) -> None:
     if settings.kv_cache_dtype not in ("auto", settings.dtype):
         raise ModelRefusedError(
             f"the server kept its KV as {settings.kv_cache_dtype} beside {settings.dtype} weights; the reference "
-            "engine rounds no KV, so honest rows would not be its own",
+            "engine keeps it in the weights' dtype, so honest rows would not be its own",
             field="kv_cache_dtype",
         )
 
