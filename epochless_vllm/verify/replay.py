@@ -42,11 +42,12 @@ from epochless_vllm.verify.verified import Verdict, VerifiedReceipt
 
 Progress = Callable[[int], None]
 
-# Chosen from the engine's own logits against the reference; benchmarks/audit_detection.py measures them again.
+# At least twice the worst row, window and whole that honest CPU engines were measured to give, eager (float16: eager
+# only) and compiled; see README.md. benchmarks/audit_detection.py measures the eager ones again.
 TOLERANCES = {
     "float32": Tolerance(absolute=1e-4, relative=2e-5, drift=0.1),
-    "bfloat16": Tolerance(absolute=0.05, relative=0.02, drift=0.1),
-    "float16": Tolerance(absolute=0.01, relative=0.004, drift=0.1),  # not measured: an eighth of bfloat16's rounding
+    "bfloat16": Tolerance(absolute=0.06, relative=0.024, drift=0.11),
+    "float16": Tolerance(absolute=0.01, relative=0.004, drift=0.11),
 }
 
 
