@@ -15,7 +15,7 @@ from epochless_vllm.errors import InvalidRequestError, TokenizerError
 if TYPE_CHECKING:
     from epochless_vllm.reference.lora import Adapter
     from epochless_vllm.reference.model import Model
-    from epochless_vllm.reference.weights import Rounding
+    from epochless_vllm.reference.rounding import Rounding
 
 DTYPES = ("float32", "bfloat16", "float16")
 

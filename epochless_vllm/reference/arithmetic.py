@@ -1,7 +1,8 @@
 """The few operations a forward pass is made of, each writing into a buffer it is given.
 
 Operands and results are float32. Accumulation is float32 (BLAS) or, with ``WideArithmetic``, float64: every sum of a
-product, a norm or a softmax is then taken in float64 and rounded once. Knows no layers, heads or adapters.
+product, a norm or a softmax is then taken in float64 and rounded once. Where a 16-bit server rounds, so does ``round``
+(rounding.py); in float32 it does nothing. Knows no layers, heads or adapters.
 """
 
 from __future__ import annotations
@@ -9,15 +10,24 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from epochless_vllm.reference.rounding import Rounder, Rounding
+
 Array = NDArray[np.float32]
 
 BLOCK = 64  # outputs widened at a time; 64 rows of 4,096 float64 weights are 2 MiB
 
 
 class Arithmetic:
-    """float32 throughout. Shapes: T rows, I inputs, O outputs."""
+    """float32 throughout. Shapes: T rows, I inputs, O outputs.
 
-    scratch_bytes = 0
+    Args:
+        rounding: the dtype in which the server hands on what it computes.
+    """
+
+    def __init__(self, rounding: Rounding = "float32") -> None:
+        rounder = Rounder(rounding)
+        self.round = rounder.round
+        self.scratch_bytes = rounder.scratch_bytes
 
     def product(self, x_TI: Array, weight_OI: Array, out_TO: Array) -> None:
         """Write ``x @ weight.T``."""
@@ -36,11 +46,12 @@ class WideArithmetic(Arithmetic):
         sums: the most rows a sum may have.
     """
 
-    def __init__(self, rows: int, inputs: int, sums: int) -> None:
+    def __init__(self, rows: int, inputs: int, sums: int, rounding: Rounding = "float32") -> None:
+        super().__init__(rounding)
         self._x = np.empty(rows * inputs, np.float64)
         self._weight = np.empty(BLOCK * inputs, np.float64)
         self._out = np.empty(max(rows * BLOCK, sums), np.float64)
-        self.scratch_bytes = self._x.nbytes + self._weight.nbytes + self._out.nbytes
+        self.scratch_bytes += self._x.nbytes + self._weight.nbytes + self._out.nbytes
 
     def product(self, x_TI: Array, weight_OI: Array, out_TO: Array) -> None:
         (rows, inputs), outputs = x_TI.shape, weight_OI.shape[0]
@@ -70,7 +81,9 @@ def normalize(sums: Arithmetic, x_TI: Array, gain_I: Array, epsilon: float, out_
     scale_T += np.float32(epsilon)
     np.sqrt(scale_T, out=scale_T)
     np.divide(x_TI, scale_T[:, None], out=out_TI)
+    sums.round(out_TI)
     out_TI *= gain_I
+    sums.round(out_TI)
 
 
 def softmax(sums: Arithmetic, scores_TN: Array, scale_T: Array) -> None:
@@ -82,13 +95,15 @@ def softmax(sums: Arithmetic, scores_TN: Array, scale_T: Array) -> None:
     scores_TN /= scale_T[:, None]
 
 
-def gate(gate_TI: Array, up_TI: Array, scratch_TI: Array) -> None:
+def gate(gate_TI: Array, up_TI: Array, scratch_TI: Array, arithmetic: Arithmetic) -> None:
     """Replace ``gate`` by ``silu(gate) * up``."""
     np.negative(gate_TI, out=scratch_TI)
     np.exp(scratch_TI, out=scratch_TI)
     scratch_TI += np.float32(1)
     gate_TI /= scratch_TI
+    arithmetic.round(gate_TI)
     gate_TI *= up_TI
+    arithmetic.round(gate_TI)
 
 
 def rotate(x_THD: Array, cosines_TF: Array, sines_TF: Array, first_THF: Array, second_THF: Array) -> None:

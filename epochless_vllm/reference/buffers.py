@@ -13,8 +13,9 @@ R rank and Z = min(T, max(1, 2**22 // V)) rows of logits at a time, the float32 
     logits              Z V
     sums                T Q
 
-and with float64 accumulation 8 bytes times T X + 64 X + T max(64, Q), X = max(H, I, Q D, P, R). For long contexts the
-cache dominates: 8 L K D bytes a position. Knows shapes only.
+and with float64 accumulation 8 bytes times T X + 64 X + T max(64, Q), X = max(H, I, Q D, P, R); rounding takes
+another 40 KiB (bfloat16) or 16 KiB (float16). For long contexts the cache dominates: 8 L K D bytes a position. Knows
+shapes only.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from numpy.typing import NDArray
 from epochless_vllm.errors import ReplayError
 from epochless_vllm.reference.arithmetic import Arithmetic, WideArithmetic
 from epochless_vllm.reference.config import ModelConfig
+from epochless_vllm.reference.rounding import Rounding
 
 Array = NDArray[np.float32]
 
@@ -84,8 +86,11 @@ class Buffers:
         return sum(int(array.nbytes) for array in arrays) + self.arithmetic.scratch_bytes
 
 
-def allocate(config: ModelConfig, limits: Limits) -> Buffers:
+def allocate(config: ModelConfig, limits: Limits, rounding: Rounding = "float32") -> Buffers:
     """Return the buffers of a model for the given limits.
+
+    Args:
+        rounding: the server's dtype; see rounding.py.
 
     Raises:
         ReplayError: more positions than the model's rotary embedding is defined for, or no room for one.
@@ -101,10 +106,12 @@ def allocate(config: ModelConfig, limits: Limits) -> Buffers:
     rows = min(rows, positions)
     widest = max(config.hidden, config.intermediate, config.query_size)
     logit_rows = min(rows, max(1, LOGIT_ELEMENTS // config.vocab))
-    arithmetic = Arithmetic()
+    arithmetic = Arithmetic(rounding)
     if limits.accumulation == "float64":
-        arithmetic = WideArithmetic(rows, max(widest, positions, limits.rank), rows * config.heads)
+        arithmetic = WideArithmetic(rows, max(widest, positions, limits.rank), rows * config.heads, rounding)
     cosines, sines = config.rope.table(config.head_dim, positions)
+    arithmetic.round(cosines)
+    arithmetic.round(sines)
 
     def zeros(*shape: int) -> Array:
         return np.zeros(shape, np.float32)

@@ -2,8 +2,9 @@
 
 A position's keys and values are those of the adapter it was computed under; a later position attends to them as they
 are, whatever its own adapter. ``rewind`` drops positions so that they can be computed again under others. Both ways of
-computing fill the same cache and agree up to rounding. No array is allocated while computing; see buffers.py. Knows no
-revisions by name, no sampling and no text.
+computing fill the same cache and agree up to rounding. For a 16-bit server every result is rounded where the server
+rounds it; see rounding.py. No array is allocated while computing; see buffers.py. Knows no revisions by name, no
+sampling and no text.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Engine:
         """
         self.model = model
         self.limits = limits
-        self.buffers = allocate(model.config, limits)
+        self.buffers = allocate(model.config, limits, model.rounding)
         self._length = 0
         self._scale = np.float32(model.config.head_dim**-0.5)
 
@@ -134,6 +135,7 @@ class Engine:
         hidden, normed = b.hidden[:count], b.normed[:count]
         q, k, v = b.q[:count], b.k[:count], b.v[:count]
         normalize(b.arithmetic, hidden, layer.input_norm, config.norm_epsilon, normed, b.sums[:count])
+        b.arithmetic.round(hidden)  # not before: a server's norm reads the sum it has just added up
         self._linear(layer.q, normed, spans, q)
         self._linear(layer.k, normed, spans, k)
         self._linear(layer.v, normed, spans, v)
@@ -144,6 +146,7 @@ class Engine:
             b.keys[index, head, begin:end] = k[:, head * size : (head + 1) * size]
             b.values[index, head, begin:end] = v[:, head * size : (head + 1) * size]
         attend(index, count)
+        b.arithmetic.round(b.context[:count])
         self._linear(layer.o, b.context[:count], spans, normed)
         hidden += normed
 
@@ -160,6 +163,7 @@ class Engine:
         first = b.rotation[:pairs].reshape(count, heads, size // 2)
         second = b.rotation[pairs : 2 * pairs].reshape(count, heads, size // 2)
         rotate(x_TQ.reshape(count, heads, size), b.cosines[at], b.sines[at], first, second)
+        b.arithmetic.round(x_TQ)
 
     def _attend_one(self, index: int, count: int) -> None:
         """Attend from the one position being computed to all positions up to it, one query head after another."""
@@ -194,9 +198,10 @@ class Engine:
         hidden, normed = b.hidden[:count], b.normed[:count]
         gates, ups = b.gate[:count], b.up[:count]
         normalize(b.arithmetic, hidden, layer.post_norm, self.model.config.norm_epsilon, normed, b.sums[:count])
+        b.arithmetic.round(hidden)
         self._linear(layer.gate, normed, spans, gates)
         self._linear(layer.up, normed, spans, ups)
-        gate(gates, ups, b.scratch[:count])
+        gate(gates, ups, b.scratch[:count], b.arithmetic)
         self._linear(layer.down, gates, spans, normed)
         hidden += normed
 
@@ -215,6 +220,7 @@ class Engine:
         b.arithmetic.product(x_TI, linear.weight, out_TO)
         if linear.bias is not None:
             out_TO += linear.bias
+        b.arithmetic.round(out_TO)
         for begin, end, adapter in spans:
             factors = None if adapter is None else adapter.modules.get(linear.module)
             if factors is None:
@@ -226,6 +232,7 @@ class Engine:
             low *= np.float32(factors.scaling)
             b.arithmetic.product(low, factors.b, delta)
             out_TO[begin:end] += delta
+            b.arithmetic.round(out_TO[begin:end])
 
 
 def _spans(adapters: Adapters) -> list[Span]:

@@ -1,7 +1,8 @@
 """A LoRA adapter as float32 factors by module, from a store's revision or from a PEFT directory.
 
 Promises that every tensor of the adapter is used, that each factor pair fits the base module it names, and that the
-scaling is the one its configuration gives: nothing is merged, renamed or dropped. Knows no forward pass.
+scaling is the one its configuration gives: nothing is merged, renamed or dropped. A 16-bit server holds B already
+scaled, and rounded again; so does an adapter read with its rounding. Knows no forward pass.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from numpy.typing import NDArray
 
 from epochless_vllm.errors import InspectError
 from epochless_vllm.reference.config import ModelConfig
-from epochless_vllm.reference.weights import LocatedTensor, Rounding, read_tensor, tensor_from_bytes
+from epochless_vllm.reference.rounding import Rounder, Rounding
+from epochless_vllm.reference.weights import LocatedTensor, read_tensor, tensor_from_bytes
 from epochless_vllm.store.adapters import AdapterConfig, check_base, inspect_source
 from epochless_vllm.store.lora_config import PREFIX
 from epochless_vllm.store.revisions import StoredRevision
@@ -57,7 +59,7 @@ def adapter_from_revision(revision: StoredRevision, base: ModelConfig, rounding:
         entry.name: tensor_from_bytes(revision.tensors[entry.name], entry.dtype, entry.shape, rounding)
         for entry in revision.manifest.tensors
     }
-    return _assemble(revision.config, tensors, base)
+    return _assemble(revision.config, tensors, base, rounding)
 
 
 def adapter_from_directory(path: Path | str, base: ModelConfig, rounding: Rounding = "float32") -> Adapter:
@@ -76,10 +78,11 @@ def adapter_from_directory(path: Path | str, base: ModelConfig, rounding: Roundi
         ]
         tensors = {tensor.record.name: read_tensor(tensor, rounding) for tensor in located}
         source.tensors.check_unchanged()
-    return _assemble(inspected.config, tensors, base)
+    return _assemble(inspected.config, tensors, base, rounding)
 
 
-def _assemble(config: AdapterConfig, tensors: Mapping[str, Array], base: ModelConfig) -> Adapter:
+def _assemble(config: AdapterConfig, tensors: Mapping[str, Array], base: ModelConfig, rounding: Rounding) -> Adapter:
+    rounder = Rounder(rounding)
     shapes = base.linear_shapes()
     modules = {}
     for name in config.modules:
@@ -98,5 +101,10 @@ def _assemble(config: AdapterConfig, tensors: Mapping[str, Array], base: ModelCo
                 reason="base_shape",
                 module=name,
             )
-        modules[name] = Factors(a, b, config.scaling_for(name))
+        scaling = config.scaling_for(name)
+        if rounding != "float32":
+            b *= np.float32(scaling)
+            rounder.round(b)
+            scaling = 1.0
+        modules[name] = Factors(a, b, scaling)
     return Adapter(modules)

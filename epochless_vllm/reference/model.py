@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from epochless_vllm.errors import ModelRefusedError
 from epochless_vllm.reference.config import ModelConfig, read_config
-from epochless_vllm.reference.weights import Rounding, locate_tensors, read_tensor
+from epochless_vllm.reference.rounding import Rounding
+from epochless_vllm.reference.weights import locate_tensors, read_tensor
 
 Array = NDArray[np.float32]
 
@@ -54,13 +55,14 @@ class Layer:
 
 @dataclass(frozen=True)
 class Model:
-    """The whole model; a tied ``head`` holds the embedding itself."""
+    """The whole model; a tied ``head`` holds the embedding itself. ``rounding``: the dtype it computes in."""
 
     config: ModelConfig
     embedding: Array
     layers: tuple[Layer, ...]
     norm: Array
     head: Linear
+    rounding: Rounding = "float32"
 
     @property
     def byte_size(self) -> int:
@@ -94,7 +96,7 @@ def load_model(directory: Path | str, rounding: Rounding = "float32") -> Model:
     """Return the model of a directory with config.json and safetensors files.
 
     Args:
-        rounding: the dtype in which the server holds its weights.
+        rounding: the dtype in which the server holds its weights and hands on what it computes.
 
     Raises:
         ModelRefusedError: a model that is not computed here, or a tensor missing, unknown or of another shape.
@@ -116,10 +118,10 @@ def load_model(directory: Path | str, rounding: Rounding = "float32") -> Model:
     for name, shape in wanted.items():
         if located[name].record.shape != shape:
             _refuse("tensor_shape", f"{name} is {located[name].record.shape}, config.json makes it {shape}")
-    return _assemble(config, {name: read_tensor(located[name], rounding) for name in wanted})
+    return _assemble(config, {name: read_tensor(located[name], rounding) for name in wanted}, rounding)
 
 
-def _assemble(config: ModelConfig, tensors: Mapping[str, Array]) -> Model:
+def _assemble(config: ModelConfig, tensors: Mapping[str, Array], rounding: Rounding) -> Model:
     def linear(module: str) -> Linear:
         return Linear(module, tensors[f"{module}.weight"], tensors.get(f"{module}.bias"))
 
@@ -141,7 +143,8 @@ def _assemble(config: ModelConfig, tensors: Mapping[str, Array]) -> Model:
 
     embedding = tensors["model.embed_tokens.weight"]
     head = Linear("lm_head", embedding, None) if config.tied else linear("lm_head")
-    return Model(config, embedding, tuple(map(layer, range(config.layers))), tensors["model.norm.weight"], head)
+    layers = tuple(map(layer, range(config.layers)))
+    return Model(config, embedding, layers, tensors["model.norm.weight"], head, rounding)
 
 
 def _has_bias(config: ModelConfig, module: str) -> bool:

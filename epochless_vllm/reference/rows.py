@@ -55,8 +55,11 @@ class Tolerance:
         return max(self.absolute + self.relative * float(np.abs(finite).max(initial=0.0)), LEAST)
 
     def drift_of(self, rows: int) -> float:
-        """Return the greatest root mean square over so many rows: looser for few."""
-        return self.drift * (1 + 4 / math.sqrt(rows))
+        """Return the greatest root mean square over so many rows: looser for few.
+
+        Where roundings are repeated, most rows have no error and a few a large one, of which a window may hold several.
+        """
+        return self.drift * (1 + 4 / math.sqrt(rows)) ** 2
 
 
 class Record(NamedTuple):

@@ -11,12 +11,13 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from epochless_vllm.errors import InspectError, ModelRefusedError
+from epochless_vllm.reference.rounding import Rounder, Rounding
 from epochless_vllm.store.documents import MAX_BYTES, parse_document
 from epochless_vllm.store.safetensors import ITEM_BYTES, TensorRecord, read_header
 
@@ -25,7 +26,6 @@ SINGLE_NAME = "model.safetensors"
 CHUNK_BYTES = 1 << 20
 DTYPES = ("F32", "F16", "BF16")
 
-Rounding = Literal["float32", "bfloat16", "float16"]
 Array = NDArray[np.float32]
 
 
@@ -85,19 +85,6 @@ def tensor_from_bytes(payload: memoryview, dtype: str, shape: tuple[int, ...], r
     return _convert(shape, dtype, io.BytesIO(payload).readinto, rounding, "tensor")
 
 
-def round_array(array: Array, rounding: Rounding) -> None:
-    """Round an array in place to the nearest values of a narrower dtype, ties to even."""
-    if rounding == "float16":
-        with np.errstate(over="ignore"):  # beyond its range lies infinity, for a server as well
-            array[...] = array.astype(np.float16)
-    elif rounding == "bfloat16":
-        undefined = np.isnan(array)  # adding to a NaN's bits would make a number of it
-        bits = array.view(np.uint32)
-        bits += np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-        bits &= np.uint32(0xFFFF0000)
-        array[undefined] = np.nan
-
-
 def _convert(
     shape: tuple[int, ...], dtype: str, read_into: Callable[[memoryview], int | None], rounding: Rounding, name: str
 ) -> Array:
@@ -105,6 +92,7 @@ def _convert(
     flat = out.reshape(-1)
     width = ITEM_BYTES[dtype]
     chunk = bytearray(min(CHUNK_BYTES, flat.size * width))
+    rounder = Rounder(rounding)
     for begin in range(0, flat.size, CHUNK_BYTES // width):
         piece = flat[begin : begin + CHUNK_BYTES // width]
         _fill(read_into, memoryview(chunk)[: piece.size * width], name)
@@ -113,7 +101,7 @@ def _convert(
             piece.view(np.uint32)[...] <<= np.uint32(16)
         else:
             piece[...] = np.frombuffer(chunk, "<f4" if dtype == "F32" else "<f2", piece.size)
-        round_array(piece, rounding)
+        rounder.round(piece)
     return out
 
 

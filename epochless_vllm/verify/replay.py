@@ -31,9 +31,9 @@ from epochless_vllm.reference.forward import Engine
 from epochless_vllm.reference.lora import Adapter, adapter_from_revision
 from epochless_vllm.reference.model import Model, load_model
 from epochless_vllm.reference.processors import Processors, unknown_processor
+from epochless_vllm.reference.rounding import Rounding
 from epochless_vllm.reference.rows import Record, RowResult, Tolerance, compare_rows
 from epochless_vllm.reference.sequences import replay_mixture
-from epochless_vllm.reference.weights import Rounding
 from epochless_vllm.store.base_model import BaseSettings, identify_base
 from epochless_vllm.store.revisions import RevisionStore
 from epochless_vllm.verify.findings import Replay, summarise
@@ -42,11 +42,12 @@ from epochless_vllm.verify.verified import Verdict, VerifiedReceipt
 
 Progress = Callable[[int], None]
 
-# Chosen from the engine's own logits against the reference; benchmarks/audit_detection.py measures them again.
+# At least twice the worst row, window and whole that honest CPU engines were measured to give, eager (float16: eager
+# only) and compiled; see README.md. benchmarks/audit_detection.py measures the eager ones again.
 TOLERANCES = {
     "float32": Tolerance(absolute=1e-4, relative=2e-5, drift=0.1),
-    "bfloat16": Tolerance(absolute=0.05, relative=0.02, drift=0.1),
-    "float16": Tolerance(absolute=0.01, relative=0.004, drift=0.1),  # not measured: an eighth of bfloat16's rounding
+    "bfloat16": Tolerance(absolute=0.06, relative=0.024, drift=0.11),
+    "float16": Tolerance(absolute=0.01, relative=0.004, drift=0.11),
 }
 
 
@@ -235,7 +236,7 @@ def _refuse_rounded_kv(settings: BaseSettings) -> None:
     if settings.kv_cache_dtype not in ("auto", settings.dtype):
         raise ModelRefusedError(
             f"the server kept its KV as {settings.kv_cache_dtype} beside {settings.dtype} weights; the reference "
-            "engine rounds no KV, so honest rows would not be its own",
+            "engine keeps it in the weights' dtype, so honest rows would not be its own",
             field="kv_cache_dtype",
         )
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from epochless_vllm.errors import EpochlessError, InspectError, ModelRefusedError
@@ -170,6 +170,7 @@ _VALUES = st.recursive(
 _ROPE_KEYS = ("type", "rope_type", "factor", "rope_theta", "beta_fast", "truncate", "original_max_position_embeddings")
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a busy machine is no failure
 @given(
     st.sampled_from([LLAMA, QWEN2, QWEN3]),
     st.dictionaries(st.sampled_from(sorted({*LLAMA, "head_dim", "layer_types", "rope_scaling", "bias"})), _VALUES),

@@ -16,6 +16,7 @@ from epochless_vllm.reference.config import config_from_document
 from epochless_vllm.reference.forward import Engine
 from epochless_vllm.reference.lora import Adapter, adapter_from_directory
 from epochless_vllm.reference.model import Model, load_model
+from epochless_vllm.reference.rounding import Rounding
 from tests.reference.cases import SHAPES, Shape, make_tokens, write_adapter, write_model
 from tests.reference.differential import collect, write_case
 
@@ -101,10 +102,15 @@ def test_rewound_positions_are_computed_again_under_another_adapter(
     assert np.array_equal(collect(engine.prefill(tokens)), prefill(model, tokens))
 
 
-@pytest.mark.parametrize("accumulation", ["float32", "float64"])
-def test_computing_allocates_no_array(tmp_path: Path, accumulation: Literal["float32", "float64"]) -> None:
+@pytest.mark.parametrize(
+    ("accumulation", "rounding"),
+    [("float32", "float32"), ("float64", "float32"), ("float32", "bfloat16"), ("float32", "float16")],
+)
+def test_computing_allocates_no_array(
+    tmp_path: Path, accumulation: Literal["float32", "float64"], rounding: Rounding
+) -> None:
     shape = Shape(640, 8, 2, 1, 2000, 128)
-    loaded, tokens = load_model(write_model(tmp_path / "model", shape)), make_tokens(shape)
+    loaded, tokens = load_model(write_model(tmp_path / "model", shape), rounding), make_tokens(shape)
     directory = write_adapter(tmp_path / "adapter", shape, "head")
     assert directory is not None
     adapter = adapter_from_directory(directory, loaded.config)
@@ -146,6 +152,9 @@ def test_buffers_take_the_bytes_their_sum_says() -> None:
         wide = max(widest, positions, rank)
         scratch = rows * wide + 64 * wide + rows * max(64, heads) if limits.accumulation == "float64" else 0
         assert buffers.byte_size == 4 * elements + 8 * scratch
+        for rounding, added in (("bfloat16", 40 << 10), ("float16", 16 << 10)):
+            rounded = allocate(config_from_document(shape.config()), limits, rounding)  # type: ignore[arg-type]
+            assert rounded.byte_size == buffers.byte_size + added
 
 
 def test_wide_sums_are_right_where_narrow_ones_cancel() -> None:
