@@ -48,7 +48,6 @@ def publishing() -> list[str]:
         f"16 streams | {published['under_load']['median']:.0f} ms | {published_stock['under_load']['median']:.0f} ms |",
         f"per request | {ours['micro']['admission_us']:.1f} us |",
         f"per block | {ours['micro']['block_key_us']:.2f} us |",
-        f"costs the streams {100 * (1 - ratios['throughput_publishing_over_idle']):.0f} %",
     ]
 
 
@@ -65,26 +64,26 @@ def sampler() -> list[str]:
     return [f"{span('unseeded')} of stock's time unseeded, {span('seeded')} seeded, {span('top-')} with top-k or top-p"]
 
 
-def attested(result: dict[str, Any], streams: str) -> tuple[str, str, str]:
-    def with_bound(versus: str) -> str:
-        return f"{result[streams][versus]['throughput']:.2f} ({result[streams][versus]['throughput_lower_95']:.2f}"
-
-    gap = f"{result[streams]['receipts_vs_none']['p99_gap']:.2f}"
-    return with_bound("none_vs_stock"), with_bound("receipts_vs_none"), gap
+def with_bound(ratios: dict[str, float]) -> str:
+    return f"{ratios['throughput']:.2f} ({ratios['throughput_lower_95']:.2f})"
 
 
 def attesting() -> list[str]:
     rows = []
+    shorter = results("attest")
     for policy, label in (("base", "base model"), ("adapter", "adapter")):
         for streams in (16, 64):
-            stock, none, gap = attested(results("attest"), f"{policy}-{streams}")
-            rows.append(f"| {streams}, {label} | {stock}) | {none}) | {gap} |")
-    longer = results("attest_base_48")
-    _, none, gap = attested(longer, "base-64")
-    rows.append(f"64 streams {none}), gap {gap};")
-    _, none, gap = attested(longer, "base-16")
-    rows.append(f"16 streams {none}, noisy), gap {gap}.")
-    rows.append(f"responses of {longer['tokens']} tokens")
+            rows.append(f"| {streams}, {label} | {with_bound(shorter[f'{policy}-{streams}']['none_vs_stock'])} |")
+    longer = results("attest_receipts_48")
+    for way, label, share in (("receipts", "seal", "receipts"), ("in_step", "receipts", "in_step")):
+        for streams in (16, 64):
+            shape = longer[f"base-together-{streams}"]
+            ratios = shape[f"{way}_vs_none"]
+            rows.append(
+                f"| {streams}, `{label}` | {100 * shape['loop_share'][share]:.1f} % | {with_bound(ratios)} | "
+                f"{ratios['p99_gap']:.2f}"
+            )
+    rows.append(f"base model, {longer['tokens']} tokens")
     return rows
 
 
@@ -103,7 +102,7 @@ def fairness() -> list[str]:
     result = results("fairness")
     (shape,) = [each for each in result["shapes"] if (each["slots"], each["revisions"]) == (3, 4)]
     ours, stock = shape["epochless"]["wait_p99"], shape["stock"]["wait_p99"]
-    return [f"3 slots, 4 revisions, {result['clients']} clients: p99 wait {ours} steps, stock {stock})"]
+    return [f"3 slots, 4 revisions, {result['clients']} clients: p99 wait {ours} steps, stock {stock};"]
 
 
 FIGURES = {
@@ -143,6 +142,7 @@ def test_the_readme_says_not_met_where_the_results_say_so() -> None:
 def test_a_stated_blindness_of_the_audit_is_the_measured_one() -> None:
     claims = " ".join((ROOT / "spec" / "CLAIMS.md").read_text().split())
     measured = results("audit_detection")["bfloat16"]
-    unseen = measured["cheats"]["base quantised to 8 bits"]
-    assert unseen["refused"] == 0
-    assert f"not seen in {unseen['responses'] * results('audit_detection')['response_tokens']:,} tokens" in claims
+    for cheat in ("base quantised to 8 bits", "adapter scaled by 1.01"):
+        assert measured["cheats"][cheat]["refused"] == 0
+    length = results("audit_detection")["response_tokens"]
+    assert f"neither an adapter scaled by 1 % nor 8-bit base weights are refused in one response of {length}" in claims

@@ -47,7 +47,7 @@ GATE = (
     _G("gate opens with the first rank", "or all(reply.get(\"done\") for reply in replies)", "or True"),
     _G("one rank holds for all", "if all(other.get(i) == r for other in held)}", "}"),
     _G("same id is enough", "all(other.get(i) == r for other in held)", "all(i in other for other in held)"),
-    _G("holders on the way forgotten", "return entering + count_scheduled(self, lora_int_id)", "return count_scheduled(self, lora_int_id)"),
+    _G("holders on the way forgotten", "[gate.entering(lora_int_id) + count_scheduled(self, lora_int_id) for", "[count_scheduled(self, lora_int_id) for"),
     _G("failed request stays on the way", "            gate.leave(request.lora_request.lora_int_id)\n            raise", "            raise"),
     _G("refused request stays on the way", "            if gate is not None and request.lora_request is not None:\n                gate.leave", "            if False:\n                gate.leave"),
     _G("adapters enter by hand", "if options_of(self.vllm_config.additional_config) is None:\n                return original", "if True:\n                return original"),

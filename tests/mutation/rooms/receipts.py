@@ -22,7 +22,7 @@ _Q = partial(Mutant, "verify/pairs")
 IDENTITY = (
     _J("second spelling", "    if encode_canonical(value) != payload:", "    if False:"),
     _J("key given twice", "    if len(keys) != len(pairs):", "    if False:"),
-    _J("integers beyond exact", "if not -MAX_INTEGER <= value <= MAX_INTEGER:", "if False:"),
+    _J("integers beyond exact", "    if not -MAX_INTEGER <= number <= MAX_INTEGER:", "    if False:"),
     _J("floats read", '    raise _refusal("not_integer", f"{text[:20]} is not an integer")', "    return int(float(text))"),
     _J("negative zero", '    if text == "-0":', "    if False:"),
     _J("keys in any script", "if not isinstance(key, str) or not key.isascii():", "if not isinstance(key, str):"),
