@@ -46,7 +46,7 @@ def empty_log(connection: sqlite3.Connection, path: Path, *, patience_s: float) 
 
 
 class Checkpointer:
-    """A thread that empties the log when asked to."""
+    """A thread that empties the log when asked to, and once more when it ends."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -69,7 +69,7 @@ class Checkpointer:
             self._thread.join()
 
     def _run(self) -> None:
-        while not self._closing:
+        while not self._closing or self._wanted.is_set():
             self._wanted.wait()
             self._wanted.clear()
             try:
