@@ -20,7 +20,7 @@ _usual_interval = 0.0  # seconds; Python's, while any is inside
 
 
 def is_working() -> bool:
-    """Return whether a thread of this process is publishing."""
+    """Return whether a thread of this process is publishing, or sealing receipts, beside its step loop."""
     return _working > 0
 
 
