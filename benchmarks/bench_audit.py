@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import subprocess
 import sys
 import time
@@ -133,16 +132,22 @@ def measure_memory(name: str, receipt: Path) -> dict[str, int]:
     return dict(json.loads(result.stdout.splitlines()[-1]))
 
 
+def peak_bytes() -> int:
+    """Return the most memory this program had resident; getrusage's figure begins at that of the parent process."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) << 10
+
+
 def report_memory(name: str, receipt: Path) -> None:
     import numpy  # noqa: F401  # part of what importing leaves
 
     import epochless_vllm.verify.replay  # noqa: F401  # as above
     from epochless_vllm.reference.buffers import Limits, allocate
 
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    before = peak_bytes()
     auditor = open_auditor(name, receipt)
     audit_once(auditor, receipt)
-    peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10) - before
+    peak = peak_bytes() - before
     tokens = verify_receipt(receipt.read_bytes()).tokens
     buffers = allocate(auditor.model.config, Limits(len(PROMPT) + tokens - 1, rank=0)).byte_size
     print(json.dumps({"peak": peak, "weights": auditor.model.byte_size, "buffers": buffers}))

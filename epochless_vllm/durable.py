@@ -11,7 +11,7 @@ import fcntl
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,6 +23,7 @@ from epochless_vllm.errors import StorageFullError, StoreError, StoreLockedError
 # first), with exit code 91 or by SIGKILL. Read on each pass so that a test can set it inside one process.
 CRASH_VARIABLE = "EPOCHLESS_CRASH_AT"
 CRASH_EXIT_CODE = 91
+FLUSH_BYTES = 4 << 20  # a disk is kept busy by pieces of this size, and a publication waits for the last one only
 
 _passes: Counter[str] = Counter()
 
@@ -94,6 +95,32 @@ def fsync_files(files: Sequence[IO[bytes]]) -> None:
         fsync_file(files[0])
         for each in waiting:
             each.result()
+
+
+@contextmanager
+def flushing(file: IO[bytes]) -> Iterator[Callable[[int], None]]:
+    """Send a file to the disk while it is written, so that the fsync at its end has little left to wait for.
+
+    Yields:
+        To be called with the number of bytes after each write.
+
+    Raises:
+        StoreError: the disk failed; it says so once, and the fsync at the end would not repeat it.
+    """
+    unsent, sending = 0, None
+    with ThreadPoolExecutor(1) as disk:
+
+        def flush(count: int) -> None:
+            nonlocal unsent, sending
+            unsent += count
+            if unsent >= FLUSH_BYTES and (sending is None or sending.done()):
+                if sending is not None:
+                    sending.result()
+                unsent, sending = 0, disk.submit(fsync_file, file)
+
+        yield flush
+        if sending is not None:
+            sending.result()
 
 
 def rename_durable(source: Path | str, target: Path | str) -> None:

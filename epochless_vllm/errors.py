@@ -202,6 +202,12 @@ class RankRefusalError(PublicationError):
     code, status = "rank_refused", 422
 
 
+class ChannelError(EpochlessError):
+    """A rank's channel has nobody of ours at its other end, or nobody who answers."""
+
+    code, status = "channel_ended", 503
+
+
 class DigestMismatchError(EpochlessError):
     """Bytes do not have the digest they were named by."""
 

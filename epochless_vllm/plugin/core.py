@@ -1,15 +1,16 @@
 """Seam: the engine core's side of publication.
 
-Adds the calls a front end makes, and a gate through which every request passes: a request whose adapter is not held by
-every rank of this engine, or was retired while the request travelled, is refused alone, before it can reach the step
-loop (where a missing adapter would end the engine). Also reads back each adapter's slots before its first step. Dies
-when upstream stages, drains and removes adapters by identity.
+Adds the calls a front end makes, and a gate through which every request passes: a request whose adapter the journal
+does not show as committed, and so held by every rank, or that was retired while the request travelled, is refused
+alone, before it can reach the step loop (where a missing adapter would end the engine). Also reads back each adapter's
+slots before its first step. Dies when upstream stages, drains and removes adapters by identity.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from epochless_vllm.errors import EpochlessError, InvalidRequestError, RetiredRevisionError, SeamError
@@ -17,6 +18,7 @@ from epochless_vllm.plugin.activation import forget_verified, guard_activation
 from epochless_vllm.plugin.background import leave_ranks_their_cores
 from epochless_vllm.plugin.options import options_of
 from epochless_vllm.protocol.names import split_lora_name
+from epochless_vllm.protocol.publication import State
 
 GATE = "_epochless_gate"
 
@@ -24,10 +26,12 @@ GATE = "_epochless_gate"
 class RevisionGate:
     """Which adapters this engine serves and how many requests hold each; requests enter from an input thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, committed: Callable[[], State]) -> None:
+        """Serve what ``committed`` says is live, looked up when a request names an adapter for the first time."""
         self._lock = threading.Lock()
+        self._committed = committed
         self._open: dict[int, str] = {}
-        self._closed: set[int] = set()
+        self._closed: set[int] = set()  # left this engine, and perhaps not yet recorded as retired
         self._entering: Counter[int] = Counter()
 
     def check(self, lora_request: Any) -> None:
@@ -52,8 +56,14 @@ class RevisionGate:
 
     def _require_open(self, lora_request: Any) -> None:
         lora_int_id = lora_request.lora_int_id
-        if self._open.get(lora_int_id) == split_lora_name(lora_request.lora_name)[1]:
+        revision_id = split_lora_name(lora_request.lora_name)[1]
+        if self._open.get(lora_int_id) == revision_id:
             return
+        if lora_int_id not in self._closed:
+            state = self._committed()
+            if state.adapters.get(revision_id) == lora_int_id and revision_id not in state.quarantine:
+                self._open[lora_int_id] = revision_id
+                return
         if lora_int_id in self._closed:
             raise RetiredRevisionError(f"{lora_request.lora_name} was retired before the request arrived")
         raise InvalidRequestError(
@@ -67,17 +77,12 @@ class RevisionGate:
         with self._lock:
             self._entering[lora_int_id] -= 1
 
-    def set_held(self, held: dict[int, str]) -> None:
-        """Serve exactly the adapters every rank holds."""
-        with self._lock:
-            self._closed |= set(self._open) - set(held)
-            self._open = dict(held)
-
     def close(self, lora_int_id: int, scheduled: int) -> int:
         """Stop serving an adapter if nothing holds it; return the number of holders."""
         with self._lock:
             holders = scheduled + self._entering[lora_int_id]
-            if holders == 0 and self._open.pop(lora_int_id, None) is not None:
+            if holders == 0:
+                self._open.pop(lora_int_id, None)
                 self._closed.add(lora_int_id)
             return holders
 
@@ -105,17 +110,13 @@ def epochless_call(self: Any, message: dict[str, Any]) -> list[dict[str, Any]]:
             return [{"ok": False, "code": "in_use", "reason": f"{holders} requests hold it", "holders": holders}] * size
         forget_verified(self, message["lora_int_id"])
     replies: list[dict[str, Any]] = self.collective_rpc("epochless_call", args=(message,))
-    if message["kind"] in ("abort", "retire") or all(reply.get("done") for reply in replies):
-        refresh_gate(self)
     return replies
 
 
-def refresh_gate(core: Any) -> None:
-    """Open the gate for exactly the adapters that every rank of this engine holds."""
-    replies = core.collective_rpc("epochless_call", args=({"kind": "status"},))
-    held = [{item["lora_int_id"]: item["revision_id"] for item in reply.get("held", [])} for reply in replies]
-    common = {i: r for i, r in held[0].items() if all(other.get(i) == r for other in held)}
-    getattr(core, GATE).set_held(common)
+def epochless_address(self: Any) -> list[dict[str, Any]]:
+    """Return where each rank of this engine listens, in rank order."""
+    addresses: list[dict[str, Any]] = self.collective_rpc("epochless_address")
+    return addresses
 
 
 def epochless_holders(self: Any, lora_int_ids: list[int]) -> list[int]:
@@ -141,6 +142,7 @@ def install() -> None:
     if hasattr(EngineCore, "epochless_call"):
         return
     EngineCore.epochless_call = epochless_call
+    EngineCore.epochless_address = epochless_address
     EngineCore.epochless_holders = epochless_holders
     _wrap_requests(EngineCore)
     _refuse_direct_adapters(EngineCore)

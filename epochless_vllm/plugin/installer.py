@@ -1,7 +1,8 @@
 """Brings a stored revision into one rank's engine: CPU registry at prepare, device slots at first use.
 
 ``load`` runs in a background thread, off the step loop: it re-reads and re-hashes the store, checks that every tensor
-is consumed by a module of exactly its shape and is finite, and builds what the registry will hold. ``register``,
+is consumed by a module of exactly its shape and is finite, and builds what the registry will hold. ``register`` may run
+beside a step, too: the engine's own registry, which steps read, takes the adapter in when it is next looked at.
 ``activate`` and ``remove`` run between steps. Promises that what it reports was read back, not assumed.
 """
 
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from epochless_vllm.errors import CapacityError, RefusedAdapterError
+from epochless_vllm.errors import RefusedAdapterError
 from epochless_vllm.plugin.background import short_turns, step_aside
 from epochless_vllm.plugin.expectations import (
     DTYPE_OF_TORCH,
@@ -32,6 +33,7 @@ from epochless_vllm.plugin.expectations import (
 )
 from epochless_vllm.plugin.module_plan import ModulePlan, check_coverage, plan_modules
 from epochless_vllm.plugin.options import options_of
+from epochless_vllm.plugin.registry import AdapterRegistry
 from epochless_vllm.store.revisions import RevisionStore
 
 _TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -57,7 +59,7 @@ def _stem(tensor: str) -> str:
 
 
 class LoRAInstaller:
-    """The Installer of a vLLM worker. ``load`` may run in any thread; the rest only between steps."""
+    """The Installer of a vLLM worker. ``load`` and ``register`` may run in any thread; the rest only between steps."""
 
     def __init__(self, worker: Any, rank: str) -> None:
         options = options_of(worker.vllm_config.additional_config)
@@ -65,7 +67,7 @@ class LoRAInstaller:
         self._worker = worker
         self._rank = rank
         self._store = RevisionStore(Path(options.store))
-        self._held: dict[int, LoadedAdapter] = {}
+        self._registry = AdapterRegistry(worker.model_runner.lora_manager, rank)
         self._plans: tuple[ModulePlan, ...] | None = None
         self._plan_lock = threading.Lock()
         self._expecting = concurrent.futures.ThreadPoolExecutor(
@@ -226,23 +228,12 @@ class LoRAInstaller:
         return expect_slots(self._plan(), {name: ExpectedPair(**parts) for name, parts in halves.items()})
 
     def register(self, loaded: LoadedAdapter) -> None:
-        """Put a loaded adapter into the CPU registry and pin it there.
+        """Hold a loaded adapter for the engine's CPU registry; in any thread, one call at a time.
 
         Raises:
             CapacityError: the registry is full.
         """
-        manager = self._manager
-        if loaded.lora_int_id in manager._registered_adapters:
-            return
-        if len(manager._registered_adapters) >= manager.capacity:
-            raise CapacityError(
-                f"{self._rank}: the registry holds {len(manager._registered_adapters)} adapters, its capacity; retire "
-                "a revision or raise --max-cpu-loras",
-                holders=sorted(held.revision_id for held in self._held.values()),
-            )
-        manager._registered_adapters[loaded.lora_int_id] = loaded.lora
-        manager._registered_adapters.pin(loaded.lora_int_id)
-        self._held[loaded.lora_int_id] = loaded
+        self._registry.add(loaded)
 
     def activate(self, lora_int_id: int, in_step: list[int]) -> dict[str, Any]:
         """Copy an adapter into a slot and compare what the device holds with what the file says.
@@ -251,9 +242,10 @@ class LoRAInstaller:
             ``ok`` with ``slot_digest``, or not ``ok`` with ``reason``; then the slot is zeroed and free.
         """
         manager = self._manager
-        held = self._held.get(lora_int_id)
+        held = self._registry.get(lora_int_id)
         if held is None:
             return {"ok": False, "reason": f"adapter {lora_int_id} is not in the registry"}
+        self._registry.take_in()
         for other in in_step:
             manager._active_adapters.touch(other)
         try:
@@ -324,15 +316,12 @@ class LoRAInstaller:
         Returns:
             The rank's receipt: ``removed`` says whether it was held.
         """
-        manager = self._manager
-        removed = lora_int_id in manager._registered_adapters
         self._free_slot(lora_int_id)
-        manager.remove_adapter(lora_int_id)
-        self._held.pop(lora_int_id, None)
+        removed = self._registry.remove(lora_int_id)
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         return {"rank": self._rank, "removed": removed, "lora_int_id": lora_int_id}
 
     def held(self) -> dict[int, str]:
         """Return revision_id by engine id, for adapters in the registry."""
-        return {lora_int_id: loaded.revision_id for lora_int_id, loaded in self._held.items()}
+        return self._registry.held()

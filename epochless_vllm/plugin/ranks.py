@@ -1,8 +1,8 @@
-"""The coordinator's port to the ranks, over whatever connects this process to its engines.
+"""The coordinator's port to the ranks: by their channels, or by whatever connects this process to its engines.
 
 Promises one reply per rank that answered within the deadline, and never an exception for a rank's failure: a partial
-failure is the coordinator's business. vLLM's own broadcast returns the first engine's answer only, so each engine is
-asked by name.
+failure is the coordinator's business. What changes an engine's slots goes by the engine, which answers between two
+steps; vLLM's own broadcast returns the first engine's answer only, so each engine is asked by name.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from epochless_vllm.errors import ChannelError
 from epochless_vllm.plugin.background import short_turns, step_aside
+from epochless_vllm.plugin.channel import Channel
 from epochless_vllm.plugin.expectations import DTYPE_OF_TORCH, expect_registered
 from epochless_vllm.plugin.worker import rank_name
 from epochless_vllm.protocol.manifest import RevisionId
@@ -21,6 +23,9 @@ from epochless_vllm.store.revisions import RevisionStore
 
 CALL_TIMEOUT_S = 30.0  # one call is a message and a short step-thread action; longer means the engine is lost
 LOOK_S = 0.5  # how often a waiting call looks whether anybody is left to answer it
+
+# What no step of the engine has to wait for: nothing of it touches a slot. Preparing a quarantined revision again does.
+BESIDE_STEPS = frozenset({"prepare_begin", "prepare_poll", "commit"})
 
 
 class Transport(Protocol):
@@ -114,6 +119,7 @@ class EngineRanks:
             1, thread_name_prefix="epochless-expectation", initializer=step_aside
         )
         self._expected: dict[str, concurrent.futures.Future[str]] = {}
+        self._channel: Channel | None = None
 
     def names(self) -> tuple[str, ...]:
         """Return every rank that must take part in a publication."""
@@ -125,8 +131,40 @@ class EngineRanks:
             self._expect(message["revision_id"])
         elif message["kind"] in ("commit", "abort"):
             self.forget_expected(message["revision_id"])
+        if message["kind"] in BESIDE_STEPS and not message.get("reload"):
+            return self._ask_ranks(message)
+        return self._ask_engines("epochless_call", message)
+
+    def _ask_ranks(self, message: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        """Send a message by the ranks' channels; by new ones where one had ended."""
+        known = self._channel is not None
+        replies = self._ask_channel(message)
+        if known and self._channel is None:  # repeating a message is harmless
+            replies = self._ask_channel(message)
+        return replies
+
+    def _ask_channel(self, message: dict[str, Any]) -> dict[str, dict[str, Any]]:
+        if self._channel is None:
+            found = self._ask_engines("epochless_address")
+            if any("address" not in reply for reply in found.values()) or set(found) != set(self.names()):
+                return {rank: reply for rank, reply in found.items() if "address" not in reply}
+            try:
+                self._channel = Channel({rank: reply["address"] for rank, reply in found.items()})
+            except ChannelError as end:
+                return {rank: _lost(rank, end) for rank in self.names()}
+        timeout_s = CALL_TIMEOUT_S + message.get("wait_ms", 0) / 1000
         replies: dict[str, dict[str, Any]] = {}
-        for engine, result in self._transport.call("epochless_call", message).items():
+        for rank, reply in self._channel.ask(message, timeout_s=timeout_s).items():
+            replies[rank] = _lost(rank, reply) if isinstance(reply, ChannelError) else _checked(reply, rank)
+        if any(reply.get("code") == ChannelError.code for reply in replies.values()):
+            self._channel.close()
+            self._channel = None
+        return replies
+
+    def _ask_engines(self, method: str, *arguments: Any) -> dict[str, dict[str, Any]]:
+        """Call a method of every engine that answers rank by rank, in order."""
+        replies: dict[str, dict[str, Any]] = {}
+        for engine, result in self._transport.call(method, *arguments).items():
             for rank in range(self._size):
                 name = rank_name(engine, rank)
                 if isinstance(result, BaseException):
@@ -176,6 +214,10 @@ class EngineRanks:
         """
         self._expect(revision_id)
         return self._expected.pop(revision_id).result()
+
+
+def _lost(rank: str, end: ChannelError) -> dict[str, Any]:
+    return {"ok": False, "rank": rank, "code": end.code, "reason": f"its channel ended: {end}"}
 
 
 def _checked(reply: dict[str, Any], name: str) -> dict[str, Any]:

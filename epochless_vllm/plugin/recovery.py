@@ -15,13 +15,13 @@ from typing import Any
 from epochless_vllm.errors import SeamError
 from epochless_vllm.plugin.activation import guard_executor
 from epochless_vllm.plugin.block_keys import set_base_digest
-from epochless_vllm.plugin.core import GATE, RevisionGate, refresh_gate
+from epochless_vllm.plugin.core import GATE, RevisionGate
 from epochless_vllm.plugin.failed_rows import guard_sampling
 from epochless_vllm.plugin.logs import logger
 from epochless_vllm.plugin.options import Options, options_of
 from epochless_vllm.plugin.ranks import CoreTransport, EngineRanks
 from epochless_vllm.publication.coordinator import Coordinator
-from epochless_vllm.publication.journal import Journal
+from epochless_vllm.publication.journal import Journal, JournalView
 from epochless_vllm.store.revisions import RevisionStore
 
 COORDINATOR = "_epochless_coordinator"
@@ -61,11 +61,11 @@ def prepare_core(core: Any, vllm_config: Any, options: Options) -> None:
     """
     assert options.base_digest is not None, "the front end computes the base digest before it starts an engine"
     set_base_digest(options.base_digest)
-    setattr(core, GATE, RevisionGate())
     guard_executor(core)
     guard_sampling(core)
     store = RevisionStore(Path(options.store))
     journal = Journal(Path(options.store) / "journal.sqlite")
+    setattr(core, GATE, RevisionGate(JournalView(journal.path, after=journal).current))
     ranks = EngineRanks(CoreTransport(core), vllm_config, store)
     capacity = vllm_config.lora_config.max_cpu_loras
     coordinator = Coordinator(store, journal, ranks, keep=options.keep, capacity=capacity)
@@ -73,7 +73,6 @@ def prepare_core(core: Any, vllm_config: Any, options: Options) -> None:
     setattr(core, JOURNAL, journal)
     began = time.monotonic()
     recovered = coordinator.recover()
-    refresh_gate(core)
     for revision_id, (rank, reason) in recovered.quarantined.items():
         logger.error("%s is quarantined by %s: %s", revision_id, rank, reason)
     if recovered.prepared:

@@ -17,6 +17,8 @@ KEYED_CONNECTORS = frozenset(
     {"OffloadingConnector", "SimpleCPUOffloadConnector", "MooncakeStoreConnector", "LMCacheMPConnector"}
 )
 
+LOCAL_EXECUTORS = frozenset({None, "mp", "uni"})  # their ranks run on this host
+
 
 def refuse_front_ends(args: argparse.Namespace) -> None:
     """Refuse servers whose admission Epochless does not see.
@@ -58,6 +60,10 @@ def refuse_unsupported(config: Any) -> None:
         raise _refusal("--enable-mixed-moe-lora-format", "MoE adapters are not covered; drop it")
     if config.parallel_config.pipeline_parallel_size > 1:
         raise _refusal("--pipeline-parallel-size", "no stage holds a whole adapter to check; use tensor parallelism")
+    if config.parallel_config.nnodes > 1 or config.parallel_config.distributed_executor_backend not in LOCAL_EXECUTORS:
+        raise _refusal(
+            "--distributed-executor-backend", "ranks on other hosts cannot be published to; use mp on one host"
+        )
     if config.speculative_config is not None:
         raise _refusal("--speculative-config", "draft tokens are not bound to a revision yet; drop it")
     if config.scheduler_config.async_scheduling:

@@ -1,17 +1,21 @@
 """Seam: one rank's side of publication, on vLLM's worker.
 
-Adds two methods to the worker that a collective RPC reaches by name. Neither ever raises: an exception there leaves the
-executor's replies out of step. Adapters enter the CPU registry only and are pinned there; ``add_lora`` is never used,
-since it activates at once and may evict a slot in use. Dies when upstream stages adapters without activating them.
+Adds three methods to the worker that a collective RPC reaches by name, and opens the rank's channel, by which the same
+messages come beside the steps. None ever raises: an exception there leaves the executor's replies out of step. Adapters
+enter the CPU registry only and are pinned there; ``add_lora`` is never used, since it activates at once and may evict a
+slot in use. Dies when upstream stages adapters without activating them.
 """
 
 from __future__ import annotations
 
 import os
 import traceback
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 from epochless_vllm.errors import SeamError
+from epochless_vllm.plugin.channel import Listener
 from epochless_vllm.plugin.installer import LoRAInstaller
 from epochless_vllm.publication.participant import Participant
 
@@ -19,13 +23,28 @@ _ATTRIBUTE = "_epochless_rank"
 
 
 class Rank:
-    """The participant and the installer of one worker."""
+    """The participant, the installer and the channel of one worker."""
 
     def __init__(self, worker: Any) -> None:
         parallel = worker.vllm_config.parallel_config
         self.name = rank_name(parallel.data_parallel_index, worker.rank)
         self.installer = LoRAInstaller(worker, self.name)
         self.participant = Participant(self.name, self.installer)
+        self.listener = Listener(_handle_weakly(self))
+        weakref.finalize(worker, self.listener.close)
+
+
+def _handle_weakly(rank: Rank) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return the rank's ``Participant.handle`` for a thread that must not keep the worker and its weights alive."""
+    weak = weakref.ref(rank)
+
+    def handle(message: dict[str, Any]) -> dict[str, Any]:
+        alive = weak()
+        if alive is None:
+            return {"ok": False, "code": "rank_ended", "reason": "the worker has ended"}
+        return alive.participant.handle(message)
+
+    return handle
 
 
 def rank_name(engine_index: int, rank: int) -> str:
@@ -42,10 +61,19 @@ def _rank_of(worker: Any) -> Rank:
 
 
 def epochless_call(self: Any, message: dict[str, Any]) -> dict[str, Any]:
-    """Handle one publication message; never raises."""
+    """Handle one publication message between two steps, without waiting for a load; never raises."""
     try:
-        return _rank_of(self).participant.handle(message)
+        return _rank_of(self).participant.handle({**message, "wait_ms": 0})
     except Exception as error:  # noqa: BLE001  # a raise would leave the executor's replies out of step for good
+        return _failure(self, error)
+
+
+def epochless_address(self: Any) -> dict[str, Any]:
+    """Return ``address``, where this rank listens for messages that need no step; never raises."""
+    try:
+        rank = _rank_of(self)
+        return {"ok": True, "rank": rank.name, "address": rank.listener.address}
+    except Exception as error:  # noqa: BLE001  # as above
         return _failure(self, error)
 
 
@@ -75,7 +103,7 @@ def _failure(worker: Any, error: Exception) -> dict[str, Any]:
 
 
 def install() -> None:
-    """Add the two methods to ``WorkerBase``.
+    """Add the three methods to ``WorkerBase``.
 
     Raises:
         SeamError: the target is missing, or a name is taken by something else.
@@ -84,5 +112,5 @@ def install() -> None:
 
     if not hasattr(worker_base, "WorkerBase"):
         raise SeamError("vllm.v1.worker.worker_base has no WorkerBase", target="WorkerBase")
-    for method in (epochless_call, epochless_activate):
+    for method in (epochless_call, epochless_address, epochless_activate):
         setattr(worker_base.WorkerBase, method.__name__, method)

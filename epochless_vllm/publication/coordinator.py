@@ -155,7 +155,7 @@ class Coordinator:
         if revision_id in state.quarantine:
             order["reload"] = True
         try:
-            receipts = self._rounds.prepare(order, byte_length=self._store.byte_size(revision_id))
+            receipts = self._rounds.prepare(order)
         except BaseException as error:
             self._abort(intent, str(error))
             raise

@@ -1,8 +1,8 @@
 """A rank's side of a publication: prepares, commits, aborts and retires adapters when told to.
 
 ``Participant.handle`` takes and returns plain JSON types and never raises: an exception inside a collective call would
-leave the engine's executor out of step with its ranks. Repeating a message changes nothing. Knows no torch and no
-engine: an Installer does the work.
+leave the engine's executor out of step with its ranks. Repeating a message changes nothing, and messages may come from
+several threads. Knows no torch and no engine: an Installer does the work.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Installer(Protocol):
         """Read and check an adapter, in a background thread. May raise EpochlessError; status 422 refuses it."""
 
     def register(self, loaded: Loaded) -> None:
-        """Put a loaded adapter where requests can use it, between two steps; must be short. Raises: nothing is left."""
+        """Put a loaded adapter where requests can use it; must be short. Raises: nothing is left."""
 
     def remove(self, lora_int_id: int) -> dict[str, Any]:
         """Remove an adapter, zero its slot, wait for the device; between two steps. Returns a receipt."""
@@ -71,6 +71,7 @@ class _Candidate:
     loaded: Loaded | None = None
     failure: dict[str, Any] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    settled: threading.Event = field(default_factory=threading.Event)  # set when the thread has ended
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,12 @@ class _Held:
 
 
 class Participant:
-    """One rank's state machine. ``handle`` is called from one thread, the one that runs the engine's steps."""
+    """One rank's state machine. One message at a time: whatever thread brings one waits for the others."""
 
     def __init__(self, rank: str, installer: Installer) -> None:
         self.rank = rank
         self._installer = installer
+        self._lock = threading.Lock()
         self._epoch = 0
         self._decided = 0  # the highest transaction committed or aborted; transactions are decided in order
         self._candidates: dict[int, _Candidate] = {}
@@ -93,15 +95,25 @@ class Participant:
     def handle(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return the reply to a message: ``{"ok": true, ...}`` or ``{"ok": false, "code", "reason", ...}``.
 
+        A ``prepare_poll`` that says ``wait_ms`` is answered once the adapter is loaded, or after so many milliseconds;
+        the thread that runs the engine's steps passes none on.
         Every reply repeats the message's kind and serial, and names the rank, so that a reply which arrives late or
         twice is recognised.
         """
         echo = {"rank": self.rank}
         try:
             echo.update({key: message[key] for key in ("kind", "serial") if key in message})
-            return {**self._answer(message), **echo}
+            self._wait_for_load(message)
+            with self._lock:
+                return {**self._answer(message), **echo}
         except Exception as error:  # noqa: BLE001 - see the module's docstring; the coordinator aborts on the reply
             return {**_failure_from(error), **echo}
+
+    def _wait_for_load(self, message: dict[str, Any]) -> None:
+        if message["kind"] == "prepare_poll" and message.get("wait_ms"):
+            candidate = self._candidates.get(message["lora_int_id"])
+            if candidate is not None:
+                candidate.settled.wait(message["wait_ms"] / 1000)
 
     def _answer(self, message: dict[str, Any]) -> dict[str, Any]:
         handlers = {
@@ -164,9 +176,10 @@ class Participant:
         except Exception as error:  # noqa: BLE001 - nobody waits for this thread; the next poll tells
             with candidate.lock:
                 candidate.phase, candidate.failure = _Phase.FAILED, _failure_from(error)
-            return
-        with candidate.lock:
-            candidate.phase, candidate.loaded = _Phase.LOADED, loaded
+        else:
+            with candidate.lock:
+                candidate.phase, candidate.loaded = _Phase.LOADED, loaded
+        candidate.settled.set()
 
     def _poll(self, order: PrepareOrder, message: dict[str, Any]) -> dict[str, Any]:
         candidate = self._candidates.get(order.lora_int_id)

@@ -19,8 +19,8 @@ from epochless_vllm.protocol.manifest import RevisionId
 from epochless_vllm.publication.participant import REFUSED
 
 FIRST_POLL_S = 0.001  # a small adapter is loaded by then
-SLOWEST_POLL_S = 0.005  # each poll interrupts the engine's steps for a moment
-LOAD_S_PER_BYTE = 1.5e-9  # no rank reads, hashes and builds faster; a poll before that only disturbs it
+SLOWEST_POLL_S = 0.005  # each poll that does not wait may interrupt the engine's steps for a moment
+WAIT_MS = 500  # how long a rank may keep a poll until it has loaded; a rank that died is noticed by its channel
 MAX_RECEIPT_BYTES = 16 << 10  # a receipt holds a few digests
 
 Receipts = dict[str, dict[str, Any]]
@@ -96,17 +96,14 @@ class Rounds:
             if not pause.wait():
                 return [Failure(rank, "no_answer", reason) for rank, reason in answers.silent.items()]
 
-    def prepare(self, order: dict[str, Any], *, byte_length: int = 0) -> Receipts:
+    def prepare(self, order: dict[str, Any]) -> Receipts:
         """Have every rank prepare a revision; return one examined receipt per rank.
-
-        Args:
-            byte_length: of the revision, which tells when a first look is worth it.
 
         Raises:
             RankRefusalError: a rank found the adapter at fault.
             PublicationError: a rank failed, lied, answered out of turn, or not before the deadline.
         """
-        pause = _Pause(self._deadline_s, first_s=byte_length * LOAD_S_PER_BYTE)
+        pause = _Pause(self._deadline_s)
         begun: set[str] = set()
         receipts: Receipts = {}
         expected: dict[str, str | None] = {"source_digest": order["revision_id"]}
@@ -115,7 +112,8 @@ class Rounds:
         while True:
             # Beginning again is harmless for the ranks that have begun, and reaches one that missed it.
             kind = "prepare_poll" if begun.issuperset(self._ranks.names()) else "prepare_begin"
-            answers = self.ask({**order, "kind": kind})
+            wait = {"wait_ms": min(WAIT_MS, pause.left_ms())} if kind == "prepare_poll" else {}
+            answers = self.ask({**order, "kind": kind, **wait})
             crash_point("prepare.sent")
             if answers.failures:
                 worst = min(answers.failures, key=lambda failure: failure.code != REFUSED)
@@ -130,6 +128,8 @@ class Rounds:
             waiting = [rank for rank in self._ranks.names() if rank not in receipts]
             if not waiting:
                 return receipts
+            if kind == "prepare_begin" and not answers.silent:
+                continue
             if not pause.wait():
                 rank = next((rank for rank in waiting if rank in answers.silent), waiting[0])
                 reason = answers.silent.get(rank, "still preparing")
@@ -147,9 +147,13 @@ class Rounds:
 class _Pause:
     """Waits between polls, longer each time after the first, and says when the deadline has passed."""
 
-    def __init__(self, deadline_s: float, *, first_s: float = 0.0) -> None:
+    def __init__(self, deadline_s: float) -> None:
         self._end = time.monotonic() + deadline_s
-        self._next_s = max(first_s, FIRST_POLL_S)
+        self._next_s = FIRST_POLL_S
+
+    def left_ms(self) -> int:
+        """Return the whole milliseconds until the deadline."""
+        return max(0, int(1000 * (self._end - time.monotonic())))
 
     def wait(self) -> bool:
         """Sleep and return True, or return False at once when the deadline has passed."""

@@ -6,7 +6,6 @@ that follows from it. Holds one chunk while writing, the whole file once while r
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import mmap
@@ -15,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from epochless_vllm.durable import flushing
 from epochless_vllm.errors import DigestMismatchError, InspectError, StoreError
 from epochless_vllm.protocol.digests import Digest, digest_from_bytes
 from epochless_vllm.protocol.manifest import Manifest, TensorEntry
@@ -23,7 +23,6 @@ from epochless_vllm.store.incoming import storage_errors
 from epochless_vllm.store.safetensors import ITEM_BYTES, TensorRecord, encode_header, lay_out
 
 CHUNK_BYTES = 1 << 20  # copying is fastest while a chunk stays in the second-level cache
-HUGE_PAGE_BYTES = 2 << 20
 ALIGNMENT = 64  # bytes, of each tensor in memory: a cache line
 B_SUFFIX = ".lora_B.weight"
 MAX_BUFFERS = 1024  # of one call: IOV_MAX of Linux
@@ -61,9 +60,10 @@ def copy_tensors(
     buffer = memoryview(bytearray(min(CHUNK_BYTES, max(record.byte_length for record in records))))
     _write(target, memoryview(header), 0)
     entries = []
-    for record in records:
-        sha256 = _copy_one(read_into, record, buffer, target, begins[record.name], watcher)
-        entries.append(TensorEntry(record.name, record.dtype, record.shape, record.byte_length, sha256))
+    with flushing(target) as flush:
+        for record in records:
+            sha256 = _copy_one(read_into, record, buffer, target, begins[record.name], watcher, flush)
+            entries.append(TensorEntry(record.name, record.dtype, record.shape, record.byte_length, sha256))
     if read_into(buffer[:1]):
         raise InspectError("safetensors: bytes after the last tensor; write the file again", reason="trailing_bytes")
     return entries
@@ -125,18 +125,10 @@ def _allocate_tensors(layout: Sequence[TensorRecord]) -> Iterator[tuple[str, mem
         records = [record for record in layout if record.name.endswith(B_SUFFIX) == is_b]
         for record in records:
             ends.append(ends[-1] + -(-record.byte_length // ALIGNMENT) * ALIGNMENT)
-        whole = memoryview(_allocate(max(ends[-1], 1)))
+        # Small pages: where memory is in pieces, the kernel may stop for a tenth of a second to make huge ones.
+        whole = memoryview(mmap.mmap(-1, max(ends[-1], 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
         for begin, record in zip(ends, records, strict=False):  # the last end begins nothing
             yield record.name, whole[begin : begin + record.byte_length]
-
-
-def _allocate(byte_length: int) -> mmap.mmap:
-    """Return private zeroed memory; huge pages spare it a third of the time of a read, spent in page faults."""
-    memory = mmap.mmap(-1, byte_length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if byte_length >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them serves small pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
 
 
 def _copy_one(
@@ -146,6 +138,7 @@ def _copy_one(
     target: io.FileIO,
     offset: int,
     watcher: Watcher | None,
+    flush: Callable[[int], None],
 ) -> Digest:
     hasher = hashlib.sha256()
     width = ITEM_BYTES[record.dtype]
@@ -167,6 +160,7 @@ def _copy_one(
         if watcher is not None:
             watcher.update(record, piece)
         _write(target, piece, offset + done)
+        flush(len(piece))
         done += len(piece)
     return digest_from_bytes(hasher.digest())
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from fastapi import FastAPI
 
 from epochless_vllm.errors import RefusedAdapterError
 from epochless_vllm.plugin.authentication import ApiKeys
+from epochless_vllm.plugin.channel import Listener
 from epochless_vllm.plugin.error_responses import add_handler
 from epochless_vllm.plugin.expectations import expect_registered
 from epochless_vllm.plugin.routes import make_router
@@ -71,8 +73,14 @@ class RankTransport:
         self.registries = [Registry(f"engine0/rank{rank}", store) for rank in range(2)]
         self.participants = [Participant(registry.rank, registry) for registry in self.registries]
         self.holding: Counter[int] = Counter()
+        self.listeners = [Listener(participant.handle) for participant in self.participants]
+        for listener in self.listeners:
+            weakref.finalize(self, listener.close)
 
     def call(self, method: str, *arguments: Any) -> dict[int, Any]:
+        if method == "epochless_address":
+            named = zip(self.registries, self.listeners, strict=True)
+            return {0: [{"ok": True, "rank": each.rank, "address": listener.address} for each, listener in named]}
         if method == "epochless_holders":
             return {0: [self.holding[lora_int_id] for lora_int_id in arguments[0]]}
         (message,) = arguments

@@ -10,7 +10,8 @@ import pytest
 from epochless_vllm.errors import EpochlessError, InvalidRequestError, RetiredRevisionError
 from epochless_vllm.plugin import core as seam
 from epochless_vllm.plugin.activation import DISTRUSTED, VERIFIED
-from epochless_vllm.plugin.core import GATE, RevisionGate, epochless_call, epochless_holders, refresh_gate
+from epochless_vllm.plugin.core import GATE, RevisionGate, epochless_address, epochless_call, epochless_holders
+from epochless_vllm.protocol.publication import State
 
 A, B = ("sha256:" + letter * 64 for letter in "ab")
 
@@ -20,19 +21,21 @@ def lora(lora_int_id: int, revision: str = A, policy: str = "policy") -> Any:
 
 
 class Core:
-    """An engine core of two ranks that hold what a test says, and whose scheduler holds its requests."""
+    """An engine core of two ranks, whose journal and scheduler hold what a test says."""
 
-    def __init__(self, *held: dict[int, str]) -> None:
-        self.held = list(held)
+    def __init__(self, held: dict[int, str]) -> None:
+        self.state = State(adapters={revision: lora_int_id for lora_int_id, revision in held.items()})
+        self.read = 0
         self.sent: list[str] = []
-        self.reply: dict[str, Any] = {"ok": True}
         self.scheduler: Any = SimpleNamespace(requests={})
-        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=len(held)))
-        setattr(self, GATE, RevisionGate())
+        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=2))
+        setattr(self, GATE, RevisionGate(self.committed))
         setattr(self, VERIFIED, {1, 2})
         setattr(self, DISTRUSTED, set())
-        refresh_gate(self)
-        self.sent.clear()
+
+    def committed(self) -> State:
+        self.read += 1
+        return self.state
 
     @property
     def gate(self) -> RevisionGate:
@@ -43,27 +46,40 @@ class Core:
         requests = [SimpleNamespace(lora_request=lora(i) if i else None) for i in adapters]
         self.scheduler.requests = dict(enumerate(requests))
 
-    def collective_rpc(self, method: str, args: tuple[dict[str, Any]]) -> list[dict[str, Any]]:
-        assert method == "epochless_call"
-        self.sent.append(args[0]["kind"])
-        if args[0]["kind"] == "status":
-            return [{"held": [{"lora_int_id": i, "revision_id": r} for i, r in held.items()]} for held in self.held]
-        if args[0]["kind"] == "retire":
-            for held in self.held:
-                held.pop(args[0]["lora_int_id"], None)
-        return [dict(self.reply) for _ in self.held]
+    def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[dict[str, Any]]:
+        self.sent.append(args[0]["kind"] if args else method)
+        return [{"ok": True, "rank": rank} for rank in range(2)]
 
 
 def retire(core: Core, lora_int_id: int = 1) -> list[dict[str, Any]]:
     return epochless_call(core, {"kind": "retire", "lora_int_id": lora_int_id})
 
 
-def test_only_what_every_rank_holds_under_the_same_id_is_served() -> None:
-    core = Core({1: A, 2: B, 3: A}, {1: A, 2: A})
+def test_what_the_journal_shows_as_committed_is_served_under_its_id_alone() -> None:
+    core = Core({1: A})
     core.gate.check(lora(1))
-    for asked in (lora(2, B), lora(2, A), lora(3), lora(4)):
+    for asked in (lora(2, B), lora(2, A), lora(1, B)):
         with pytest.raises(InvalidRequestError, match="not published here"):
             core.gate.check(asked)
+
+
+def test_a_publication_is_served_from_its_commit_on_and_looked_up_once() -> None:
+    core = Core({})
+    with pytest.raises(InvalidRequestError):
+        core.gate.check(lora(1))
+    core.state = State(adapters={A: 1})
+    read = core.read
+    for attempt in (core.gate.check, core.gate.enter, core.gate.check):
+        attempt(lora(1))
+    assert core.read == read + 1
+
+
+def test_a_revision_in_quarantine_is_not_let_in() -> None:
+    core = Core({})
+    core.state = State(adapters={A: 1, B: 2}, quarantine={A: ("rank0", "stale")})
+    core.gate.check(lora(2, B))
+    with pytest.raises(InvalidRequestError, match="not published here"):
+        core.gate.check(lora(1))
 
 
 def test_a_request_of_another_revision_under_a_served_id_is_refused() -> None:
@@ -74,7 +90,7 @@ def test_a_request_of_another_revision_under_a_served_id_is_refused() -> None:
 
 
 def test_nothing_is_removed_while_a_request_is_scheduled_or_on_its_way() -> None:
-    core = Core({1: A}, {1: A})
+    core = Core({1: A})
     core.schedule(1, 0, 1)
     core.gate.enter(lora(1))
     assert epochless_holders(core, [1]) == [3]
@@ -88,7 +104,7 @@ def test_nothing_is_removed_while_a_request_is_scheduled_or_on_its_way() -> None
     core.schedule(0, 2)  # another adapter's request holds nothing of this one
     assert epochless_holders(core, [1]) == [0]
     assert all(reply["ok"] for reply in retire(core))
-    assert core.sent == ["retire", "status"]
+    assert core.sent == ["retire"]
 
 
 def test_after_its_removal_a_late_request_is_told_that_it_came_too_late() -> None:
@@ -105,7 +121,7 @@ def test_the_gate_closes_before_the_ranks_are_told() -> None:
     core = Core({1: A})
     told = core.collective_rpc
 
-    def late_arrival(method: str, args: tuple[dict[str, Any]]) -> list[dict[str, Any]]:
+    def late_arrival(method: str, args: tuple[Any, ...] = ()) -> list[dict[str, Any]]:
         with pytest.raises(RetiredRevisionError):
             core.gate.enter(lora(1))
         return told(method, args)
@@ -122,20 +138,17 @@ def test_what_left_is_read_back_again_before_it_serves_again() -> None:
     assert getattr(core, DISTRUSTED) == set()
 
 
-def test_the_gate_opens_once_every_rank_is_done_and_closes_on_an_abort() -> None:
-    core = Core({}, {})
-    core.held = [{1: A}, {1: A}]
-    core.reply = {"ok": True, "done": False}
-    epochless_call(core, {"kind": "prepare_poll"})
-    with pytest.raises(InvalidRequestError):
-        core.gate.check(lora(1))
-    core.reply = {"ok": True, "done": True}
-    epochless_call(core, {"kind": "prepare_poll"})
-    core.gate.check(lora(1))
-    core.held, core.reply = [{}, {}], {"ok": True}
-    epochless_call(core, {"kind": "abort"})
+def test_what_was_removed_stays_out_while_the_journal_still_shows_it() -> None:
+    core = Core({1: A})
+    assert retire(core)[0]["ok"]  # no request had named it before
     with pytest.raises(RetiredRevisionError):
         core.gate.check(lora(1))
+
+
+def test_the_ranks_of_an_engine_say_where_they_listen() -> None:
+    core = Core({})
+    assert [reply["rank"] for reply in epochless_address(core)] == [0, 1]
+    assert core.sent == ["epochless_address"]
 
 
 def test_an_engine_that_has_no_scheduler_yet_holds_no_request() -> None:

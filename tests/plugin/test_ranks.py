@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from epochless_vllm.plugin.channel import Listener
 from epochless_vllm.plugin.ranks import AsyncTransport, EngineRanks
 from epochless_vllm.store.revisions import RevisionStore
 
@@ -141,3 +145,110 @@ def test_a_call_after_the_end_of_the_server_fails(tmp_path: Path) -> None:
     replies = ranks(TwoEngines({}), tmp_path, loop).call({"kind": "status", "epoch": 1})
     assert len(replies) == 4
     assert "stopped" in replies["engine0/rank0"]["reason"]
+
+
+class ListeningEngines(TwoEngines):
+    """Two engines of two ranks, whose ranks listen; each rank repeats what it was asked."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.heard: dict[str, list[str]] = {}
+        self.listeners: dict[str, Listener] = {}
+        for name in (f"engine{e}/rank{r}" for e in (0, 1) for r in (0, 1)):
+            self.listen(name)
+
+    def listen(self, name: str) -> None:
+        def handle(message: dict[str, Any]) -> dict[str, Any]:
+            self.heard.setdefault(name, []).append(message["kind"])
+            return {"ok": True, "rank": name, "kind": message["kind"]}
+
+        if name in self.listeners:
+            self.listeners[name].close()
+        self.listeners[name] = Listener(handle)
+
+    async def _call_utility_async(self, method: str, *arguments: Any, engine: bytes) -> Any:
+        index = int.from_bytes(engine, "little")
+        self.calls.append((index, method))
+        names = [f"engine{index}/rank{r}" for r in (0, 1)]
+        if method == "epochless_address":
+            return [{"ok": True, "rank": name, "address": self.listeners[name].address} for name in names]
+        return [{"ok": True, "rank": name} for name in names]
+
+
+@pytest.fixture
+def listening() -> Iterator[ListeningEngines]:
+    client = ListeningEngines()
+    yield client
+    for listener in client.listeners.values():
+        listener.close()
+
+
+ORDER = {"epoch": 1, "transaction_id": 1, "revision_id": "sha256:" + "a" * 64, "lora_int_id": 1}
+
+
+def test_publishing_waits_for_no_step_of_an_engine(listening: ListeningEngines, tmp_path: Path) -> None:
+    def publish(loop: asyncio.AbstractEventLoop) -> None:
+        port = ranks(listening, tmp_path, loop)
+        port.note_expected(ORDER["revision_id"], "digest")
+        for kind in ("prepare_begin", "prepare_poll", "prepare_poll", "commit"):
+            replies = port.call({**ORDER, "kind": kind})
+            assert {name: reply["kind"] for name, reply in replies.items()} == dict.fromkeys(port.names(), kind)
+
+    on_loop(publish)
+    assert listening.calls == [(0, "epochless_address"), (1, "epochless_address")]
+    assert set(listening.heard) == set(listening.listeners)
+
+
+@pytest.mark.parametrize("message", [{"kind": "retire"}, {"kind": "abort"}, {"kind": "status"}])
+def test_what_touches_slots_goes_between_steps(
+    listening: ListeningEngines, tmp_path: Path, message: dict[str, Any]
+) -> None:
+    on_loop(lambda loop: ranks(listening, tmp_path, loop).call({**ORDER, **message}))
+    assert listening.calls == [(0, "epochless_call"), (1, "epochless_call")]
+    assert listening.heard == {}
+
+
+@pytest.mark.parametrize("kind", ["prepare_begin", "prepare_poll"])
+def test_a_quarantined_revision_is_prepared_again_between_steps(
+    listening: ListeningEngines, tmp_path: Path, kind: str
+) -> None:
+    def call(loop: asyncio.AbstractEventLoop) -> None:
+        port = ranks(listening, tmp_path, loop)
+        port.note_expected(ORDER["revision_id"], "digest")
+        port.call({**ORDER, "kind": kind, "reload": True})
+
+    on_loop(call)
+    assert [method for _, method in listening.calls] == ["epochless_call"] * 2
+
+
+def test_a_channel_that_ended_is_opened_anew_and_the_message_repeated(
+    listening: ListeningEngines, tmp_path: Path
+) -> None:
+    def call(loop: asyncio.AbstractEventLoop) -> None:
+        port = ranks(listening, tmp_path, loop)
+        port.call({**ORDER, "kind": "commit"})
+        assert port._channel is not None
+        port._channel.close()  # as a rank's end would be
+        listening.listen("engine1/rank0")
+        replies = port.call({**ORDER, "kind": "commit"})
+        assert [reply["ok"] for reply in replies.values()] == [True] * 4
+
+    on_loop(call)
+    assert len(listening.calls) == 4
+
+
+def test_a_rank_that_is_gone_is_named(listening: ListeningEngines, tmp_path: Path) -> None:
+    listening.listeners["engine1/rank1"].close()
+    replies = on_loop(lambda loop: ranks(listening, tmp_path, loop).call({**ORDER, "kind": "commit"}))
+    assert {reply["code"] for reply in replies.values()} == {"channel_ended"}
+    assert "does not listen" in replies["engine1/rank1"]["reason"]
+
+
+def test_an_engine_that_died_before_it_said_where_it_listens_fails_its_ranks(tmp_path: Path) -> None:
+    addresses = [{"ok": True, "rank": f"engine0/rank{r}", "address": "epochless-none"} for r in (0, 1)]
+    client = TwoEngines({0: addresses, 1: RuntimeError("engine died")})
+    replies = on_loop(lambda loop: ranks(client, tmp_path, loop).call({**ORDER, "kind": "commit"}))
+    assert {name: reply["code"] for name, reply in replies.items()} == {
+        "engine1/rank0": "engine_failed",
+        "engine1/rank1": "engine_failed",
+    }

@@ -172,6 +172,7 @@ def test_a_wrong_shard_on_one_rank_is_found_before_its_first_step(
 
 
 def _corrupt_rank_one(worker: Any, lora_int_id: int) -> None:
+    worker.list_loras()  # the registry takes in what was published when it is looked at
     if worker.rank == 1:
         lora = worker.model_runner.lora_manager._adapter_manager._registered_adapters[lora_int_id]
         lora.loras["model.layers.0.mlp.down_proj"].lora_a[0, -1] += 1.0

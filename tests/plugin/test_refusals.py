@@ -12,12 +12,18 @@ from epochless_vllm.errors import ConfigurationError
 from epochless_vllm.plugin.refusals import KEYED_CONNECTORS, refuse_front_ends, refuse_unsupported
 
 
+def parallel(**changes: Any) -> Any:
+    return SimpleNamespace(
+        **{"pipeline_parallel_size": 1, "nnodes": 1, "distributed_executor_backend": "mp", **changes}
+    )
+
+
 def configuration(**changes: Any) -> Any:
     parts: dict[str, Any] = {
         "lora_config": SimpleNamespace(
             fully_sharded_loras=False, enable_tower_connector_lora=False, enable_mixed_moe_lora_format=False
         ),
-        "parallel_config": SimpleNamespace(pipeline_parallel_size=1),
+        "parallel_config": parallel(),
         "speculative_config": None,
         "scheduler_config": SimpleNamespace(async_scheduling=False),
         "model_config": SimpleNamespace(hf_text_config=SimpleNamespace()),
@@ -39,7 +45,9 @@ def test_a_plain_configuration_is_accepted() -> None:
     ("changes", "flag"),
     [
         ({"lora_config": None}, "--enable-lora"),
-        ({"parallel_config": SimpleNamespace(pipeline_parallel_size=2)}, "--pipeline-parallel-size"),
+        ({"parallel_config": parallel(pipeline_parallel_size=2)}, "--pipeline-parallel-size"),
+        ({"parallel_config": parallel(nnodes=2)}, "ranks on other hosts"),
+        ({"parallel_config": parallel(distributed_executor_backend="ray")}, "ranks on other hosts"),
         ({"speculative_config": object()}, "--speculative-config"),
         ({"scheduler_config": SimpleNamespace(async_scheduling=True)}, "--async-scheduling"),
         ({"model_config": SimpleNamespace(hf_text_config=SimpleNamespace(num_local_experts=8))}, "MoE"),

@@ -38,9 +38,7 @@ def reader() -> Any:
 
 
 @pytest.mark.parametrize(("asked", "waited"), [(None, 1), (5000, 1), (0, 0)])
-def test_a_reader_looks_every_millisecond_while_a_thread_publishes(
-    reader: Any, asked: int | None, waited: int
-) -> None:
+def test_a_reader_looks_every_millisecond_while_a_thread_publishes(reader: Any, asked: int | None, waited: int) -> None:
     with short_turns():
         reader.wait(asked)
     assert reader.poller.timeouts == [waited]

@@ -258,6 +258,16 @@ def test_a_rank_that_fails_to_register_is_named(service: Service, revisions: Rev
     assert everything(service) == before
 
 
+def test_a_publication_takes_three_messages_and_its_poll_waits_for_the_load(
+    service: Service, revisions: Revisions
+) -> None:
+    before = len(service.ranks.sent)
+    service.coordinator.publish(revisions[2], "p", 3)
+    sent = service.ranks.sent[before:]
+    assert [message["kind"] for message in sent] == ["prepare_begin", "prepare_poll", "commit"]
+    assert [message.get("wait_ms", 0) > 0 for message in sent] == [False, True, False]
+
+
 def test_a_rank_that_stalls_past_the_deadline_is_named_and_its_late_load_is_dropped(
     make_service: MakeService, revisions: Revisions
 ) -> None:

@@ -102,6 +102,60 @@ def test_prepare_loads_beside_the_steps_and_registers_within_a_poll(
     assert participant.handle(message("commit"))["ok"]
 
 
+def test_a_poll_that_waits_is_answered_when_the_load_ends(participant: Participant, installer: Recorder) -> None:
+    installer.gate.clear()
+    participant.handle(message("prepare_begin"))
+    replies: list[dict[str, Any]] = []
+    waiting = threading.Thread(
+        target=lambda: replies.append(participant.handle(message("prepare_poll", wait_ms=600_000)))
+    )
+    waiting.start()
+    assert participant.handle(message("status"))["loading"] == [1]  # who waits keeps nobody else waiting
+    installer.gate.set()
+    waiting.join(60)
+    assert [reply["done"] for reply in replies] == [True]
+    assert participant.handle(message("prepare_poll", wait_ms=600_000))["done"] is True
+
+
+@pytest.mark.parametrize("error", [RefusedAdapterError("no"), MemoryError()])
+def test_a_poll_that_waits_is_answered_when_the_load_fails(
+    participant: Participant, installer: Recorder, error: Exception
+) -> None:
+    installer.load_error = error
+    participant.handle(message("prepare_begin"))
+    assert participant.handle(message("prepare_poll", wait_ms=600_000))["ok"] is False
+
+
+def test_a_poll_waits_no_longer_than_it_says(participant: Participant, installer: Recorder) -> None:
+    installer.gate.clear()
+    participant.handle(message("prepare_begin"))
+    assert participant.handle(message("prepare_poll", wait_ms=1))["done"] is False
+    assert participant.handle(message("prepare_poll", 9, 9, wait_ms=600_000))["code"] == "unknown_transaction"
+    installer.gate.set()
+
+
+def test_messages_from_several_threads_are_handled_one_at_a_time(
+    participant: Participant, installer: Recorder
+) -> None:
+    inside, most = [0], [0]
+    held = installer.held
+
+    def slow_held() -> dict[int, str]:
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        threading.Event().wait(0.002)
+        inside[0] -= 1
+        return held()
+
+    installer.held = slow_held  # type: ignore[method-assign]
+    threads = [threading.Thread(target=participant.handle, args=(message("status"),)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert most == [1]
+
+
 def test_every_message_may_come_twice(participant: Participant, installer: Recorder) -> None:
     for kind in ("prepare_begin", "prepare_begin"):
         assert participant.handle(message(kind))["ok"]

@@ -9,6 +9,9 @@ from tests.mutation.mutants import Mutant, Room
 
 _B = partial(Mutant, "plugin/block_keys")
 _G = partial(Mutant, "plugin/core")
+_H = partial(Mutant, "plugin/channel")
+_R = partial(Mutant, "plugin/ranks")
+_N = partial(Mutant, "plugin/registry")
 _D = partial(Mutant, "plugin/draw_keys")
 _C = partial(Mutant, "plugin/control")
 _V = partial(Mutant, "plugin/activation")
@@ -28,25 +31,24 @@ BLOCK_KEYS = (
 )  # fmt: skip
 
 GATE = (
-    _G("any revision under a served id", "if self._open.get(lora_int_id) == split_lora_name(lora_request.lora_name)[1]:", "if lora_int_id in self._open:"),
-    _G("closed is unknown", "        if lora_int_id in self._closed:", "        if False:"),
+    _G("any revision under a served id", "if self._open.get(lora_int_id) == revision_id:", "if lora_int_id in self._open:"),
+    _G("closed is unknown", "        if lora_int_id in self._closed:\n", "        if False:\n"),
     _G("late request enters", "            self._require_open(lora_request)\n            self._entering", "            self._entering"),
     _G("nobody on the way counts", "            self._entering[lora_request.lora_int_id] += 1\n", "            pass\n"),
     _G("who arrived is still on the way", "            self._entering[lora_int_id] -= 1\n", "            pass\n"),
-    _G("what left is unknown", "            self._closed |= set(self._open) - set(held)\n", ""),
+    _G("what left is let in again", "        if lora_int_id not in self._closed:\n", "        if True:\n"),
+    _G("any id of a committed revision", "state.adapters.get(revision_id) == lora_int_id", "revision_id in state.adapters"),
+    _G("quarantine is let in", " and revision_id not in state.quarantine", ""),
+    _G("journal read at each request", "                self._open[lora_int_id] = revision_id\n", ""),
     _G("closed while someone is on the way", "holders = scheduled + self._entering[lora_int_id]", "holders = scheduled"),
     _G("closed while someone runs", "holders = scheduled + self._entering[lora_int_id]", "holders = self._entering[lora_int_id]"),
-    _G("closed under its holders", "            if holders == 0 and self._open.pop(", "            if self._open.pop("),
+    _G("closed under its holders", "            if holders == 0:\n", "            if True:\n"),
     _G("removed is not told", "                self._closed.add(lora_int_id)\n            return", "                pass\n            return", only=frozenset({"test_the_gate_closes_before_the_ranks_are_told"})),
     _G("base requests hold it", "r.lora_request is not None and r.lora_request.lora_int_id == lora_int_id)", "r.lora_request is None or r.lora_request.lora_int_id == lora_int_id)"),
     _G("every adapter's requests hold it", "r.lora_request is not None and r.lora_request.lora_int_id == lora_int_id)", "r.lora_request is not None)"),
     _G("ranks told although it is in use", "        if holders:\n", "        if False:\n"),
     _G("removed without closing", "gate.close(message[\"lora_int_id\"], count_scheduled(self, message[\"lora_int_id\"]))", "count_scheduled(self, message[\"lora_int_id\"])"),
     _G("not read back when it comes again", "        forget_verified(self, message[\"lora_int_id\"])\n", ""),
-    _G("gate stays after an abort", 'if message["kind"] in ("abort", "retire") or', 'if message["kind"] == "retire" or'),
-    _G("gate opens with the first rank", "or all(reply.get(\"done\") for reply in replies)", "or True"),
-    _G("one rank holds for all", "if all(other.get(i) == r for other in held)}", "}"),
-    _G("same id is enough", "all(other.get(i) == r for other in held)", "all(i in other for other in held)"),
     _G("holders on the way forgotten", "[gate.entering(lora_int_id) + count_scheduled(self, lora_int_id) for", "[count_scheduled(self, lora_int_id) for"),
     _G("failed request stays on the way", "            gate.leave(request.lora_request.lora_int_id)\n            raise", "            raise"),
     _G("refused request stays on the way", "            if gate is not None and request.lora_request is not None:\n                gate.leave", "            if False:\n                gate.leave"),
@@ -57,6 +59,21 @@ GATE = (
     _C("any call to the workers", "    if isinstance(method, str) and method in READING:", "    if True:"),
     _C("sleep that loses the base", "    if level >= DISCARDS_WEIGHTS:", "    if level > DISCARDS_WEIGHTS:"),
     _C("engines without Epochless checked", "        if options_of(self.vllm_config.additional_config) is not None:\n            check_worker_call(method)", "        if True:\n            check_worker_call(method)"),
+)  # fmt: skip
+
+CHANNELS = (
+    _H("any user", "    if user != os.geteuid():", "    if False:"),
+    _H("address to guess", "secrets.token_hex(16)", '"0"'),
+    _H("late reply is kept", "                self._connections[rank].close()\n            return replies", "                pass\n            return replies"),
+    _H("frame of any length", "    if length > MAX_FRAME:", "    if False:"),
+    _H("message of any kind", "    if not isinstance(message, dict):", "    if False:"),
+    _R("slots touched beside a step", 'message["kind"] in BESIDE_STEPS and not message.get("reload")', 'message["kind"] in BESIDE_STEPS'),
+    _R("aborts beside a step", '"prepare_poll", "commit"})', '"prepare_poll", "commit", "abort"})'),
+    _R("ended channel is not replaced", "            self._channel.close()\n            self._channel = None\n", "            self._channel.close()\n"),
+    _N("registry changes at once", "        self._coming[adapter.lora_int_id] = adapter\n", "        self._manager._registered_adapters[adapter.lora_int_id] = adapter.lora\n"),
+    _N("not pinned", "            registry.pin(lora_int_id)\n", ""),
+    _N("more than fits", "        if len(self._held) >= self._manager.capacity:", "        if False:"),
+    _N("removed and still coming", "        self._coming.pop(lora_int_id, None)\n", ""),
 )  # fmt: skip
 
 DRAW_KEYS = (
@@ -91,5 +108,11 @@ _LOADED = ("numpy", "torch", "vllm.sampling_params", "vllm.v1.core.kv_cache_util
 ROOMS = (
     Room("block keys", ("tests/plugin/test_block_keys.py",), BLOCK_KEYS, preload=_LOADED),
     Room("retire fence", ("tests/plugin/test_gate.py", "tests/plugin/test_control.py"), GATE, preload=_LOADED),
+    Room(
+        "channels and registry",
+        ("tests/plugin/test_channel.py", "tests/plugin/test_ranks.py", "tests/plugin/test_registry.py"),
+        CHANNELS,
+        preload=_LOADED,
+    ),
     Room("draw keys of requests", ("tests/plugin/test_draw_keys.py",), DRAW_KEYS, preload=_LOADED),
 )

@@ -148,7 +148,7 @@ COORDINATOR = (
     _C("no abort after a refusal", "        except BaseException as error:\n            self._abort(intent, str(error))\n", "        except BaseException:\n"),
     _C("no abort after a full disk", "        except EpochlessError as error:\n            self._abort(intent, error.message)\n            raise\n        crash_point", "        except EpochlessError:\n            raise\n        crash_point"),
     _C("abort of what may be committed", "            raise  # it may be committed", "            self._abort(intent, \"\")\n            raise  # it may be committed"),
-    _C("commit before the ranks are ready", "            receipts = self._rounds.prepare(order, byte_length=self._store.byte_size(revision_id))\n", "            receipts = {}\n"),
+    _C("commit before the ranks are ready", "            receipts = self._rounds.prepare(order)\n", "            receipts = {}\n"),
     _C("receipts not kept", "append(committed, *surplus, receipts=receipts)", "append(committed, *surplus)"),
     _C("surplus stays", "append(committed, *surplus, receipts=receipts)", "append(committed, receipts=receipts)"),
     _C("ranks not told of the commit", '        failures = self._rounds.tell(self._message("commit", intent))', "        failures: list[Failure] = []"),
