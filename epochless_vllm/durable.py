@@ -23,7 +23,7 @@ from epochless_vllm.errors import StorageFullError, StoreError, StoreLockedError
 # first), with exit code 91 or by SIGKILL. Read on each pass so that a test can set it inside one process.
 CRASH_VARIABLE = "EPOCHLESS_CRASH_AT"
 CRASH_EXIT_CODE = 91
-FLUSH_BYTES = 4 << 20  # a disk is kept busy by pieces of this size, and a publication waits for the last one only
+FLUSH_BYTES = 8 << 20  # a disk is kept busy by pieces of this size, and a publication waits for the last one only
 
 _passes: Counter[str] = Counter()
 

@@ -2,7 +2,8 @@
 
 vLLM ends its children when it ends in an orderly way; a front end ended by SIGKILL or the kernel's memory killer leaves
 the engine core running, with its memory, and nobody to speak to. Here every process that a deployment spawned watches
-its parent, and ends when that does. Dies when upstream's engine core watches its front end.
+its parent and the deployment's owner, which may end before this process has begun to watch, and ends when either does.
+Dies when upstream's engine core watches its front end.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from epochless_vllm.errors import SeamError
@@ -35,7 +37,8 @@ def install() -> None:
     if _watching == os.getpid() or owner in ("", str(os.getpid())):
         return
     _watching = os.getpid()
-    threading.Thread(target=watch, args=(os.getppid(),), name="epochless-orphan-watch", daemon=True).start()
+    arguments = (os.getppid(), int(owner))
+    threading.Thread(target=watch, args=arguments, name="epochless-orphan-watch", daemon=True).start()
 
 
 def watch_coordinator() -> None:
@@ -62,11 +65,20 @@ def run_coordinator(*arguments: Any, **keywords: Any) -> None:
     (_coordinator or DPCoordinatorProc.run_coordinator)(*arguments, **keywords)
 
 
-def watch(parent: int) -> None:
-    """Return never; end this process when ``parent`` is its parent no more."""
-    while os.getppid() == parent:
+def watch(parent: int, owner: int) -> None:
+    """Return never; end this process when ``parent`` is its parent no more, or ``owner`` runs no more."""
+    while os.getppid() == parent and is_running(owner):
         time.sleep(POLL_S)
-    logger.error("process %d, which started this one, is gone; ending", parent)
+    logger.error("process %d, which started this one, is gone; ending", owner if os.getppid() == parent else parent)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(GRACE_S)
     os._exit(1)
+
+
+def is_running(process: int) -> bool:
+    """Return whether a process runs; one that ended and was not waited for does not."""
+    try:
+        status = Path(f"/proc/{process}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rpartition(b")")[2].split()[0] not in (b"Z", b"X")

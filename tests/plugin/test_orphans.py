@@ -45,6 +45,21 @@ def test_a_spawned_process_ends_when_its_parent_is_killed(mutant: str) -> None:
     parent.wait()
 
 
+@pytest.mark.parametrize("waited_for", [True, False])
+def test_a_process_whose_owner_ended_before_it_could_watch_ends(waited_for: bool) -> None:
+    owner = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
+    assert owner.stdout is not None
+    owner.stdout.read()  # it ends, and stays in the table of processes until it is waited for
+    if waited_for:
+        owner.wait()
+    environment = {**os.environ, "EPOCHLESS_DEPLOYMENT": f"{owner.pid}:7"}
+    child = CHILD.format(mutant="")
+    told = subprocess.run([sys.executable, "-c", PARENT, child], capture_output=True, text=True, env=environment)
+    assert told.returncode == 0  # its parent was there all the time
+    assert f"process {owner.pid}, which started this one, is gone" in told.stdout + told.stderr
+    owner.wait()
+
+
 def test_a_forked_process_watches_by_itself() -> None:
     fork = "orphans.install(); os.fork() and os._exit(0)"
     parent, watches, pid = start(CHILD.format(mutant=fork), "1:7")
