@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from epochless_vllm import durable
 from epochless_vllm.durable import FileLock
 from epochless_vllm.errors import (
     AdapterConfigError,
@@ -417,6 +418,25 @@ def test_one_of_several_files_that_cannot_be_synced_fails_the_ingest(
     with pytest.raises(StoreError, match="fsync"):
         store.ingest_directory(adapter)
     assert store.list() == ()
+
+
+def test_a_disk_that_fails_once_while_the_file_is_written_fails_the_ingest(
+    store: RevisionStore, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux tells of a lost write once; the sync at the end would succeed."""
+    sync, failures = os.fsync, iter([OSError(errno.EIO, "lost")])
+
+    def fail_once(descriptor: int) -> None:
+        if (error := next(failures, None)) is not None:
+            raise error
+        sync(descriptor)
+
+    monkeypatch.setattr(durable, "FLUSH_BYTES", 1 << 10)
+    monkeypatch.setattr(os, "fsync", fail_once)
+    with pytest.raises(StoreError, match="fsync"):
+        store.ingest_directory(adapter)
+    assert store.list() == ()
+    assert store.ingest_directory(adapter).created
 
 
 def test_adapter_larger_than_allowed_is_refused_before_it_is_copied(tmp_path: Path, adapter: Path) -> None:
