@@ -51,6 +51,7 @@ def measure(observed: Observed, seconds: float) -> dict[str, Any]:
     window = min(WINDOW_S, seconds / 3)
     warm = min(WARM_S, seconds / 3)
     first, last = (0.0, window), (seconds - window, seconds)
+    spans = [(begin * window, (begin + 1) * window) for begin in range(int(seconds / window))]
     rates = [_tokens_between(observed, *span) / window for span in (first, last)]
     per_cpu = [_tokens_between(observed, *span) / max(1e-9, _cpu_between(observed, *span)) for span in (first, last)]
     before, after = (_median_memory(observed, *span) for span in ((warm, warm + window), last))
@@ -61,8 +62,18 @@ def measure(observed: Observed, seconds: float) -> dict[str, Any]:
         "publications": dict(sorted(observed.publications.items())),
         "tokens_compared": observed.compared_tokens,
         "tokens_wrong": observed.wrong_tokens,
-        "tokens_per_s": {"first": rates[0], "last": rates[1], "ratio": rates[1] / max(rates[0], 1e-9)},
-        "tokens_per_cpu_s": {"first": per_cpu[0], "last": per_cpu[1], "ratio": per_cpu[1] / max(per_cpu[0], 1e-9)},
+        "tokens_per_s": {
+            "first": rates[0],
+            "last": rates[1],
+            "ratio": rates[1] / max(rates[0], 1e-9),
+            "by_window": [_tokens_between(observed, *span) / window for span in spans],
+        },
+        "tokens_per_cpu_s": {
+            "first": per_cpu[0],
+            "last": per_cpu[1],
+            "ratio": per_cpu[1] / max(per_cpu[0], 1e-9),
+            "by_window": [_tokens_between(observed, *s) / max(1e-9, _cpu_between(observed, *s)) for s in spans],
+        },
         "memory_mb": {
             "warm_after_s": warm,
             "warm": {name: size / 1e6 for name, size in before.items()},
