@@ -79,6 +79,7 @@ def measure(observed: Observed, seconds: float) -> dict[str, Any]:
             "warm": {name: size / 1e6 for name, size in before.items()},
             "last": {name: size / 1e6 for name, size in after.items()},
             "growth": sum(after.values()) / max(1, sum(before.values())) - 1,
+            "by_window": [sum(_median_memory(observed, *span).values()) / 1e6 for span in spans],
         },
         "publish_ms": {
             kind: {"count": len(values), **{f"p{q}": 1000 * quantile(values, q / 100) for q in (50, 99)}}

@@ -1,4 +1,4 @@
-"""Publication off the event loop: one thread that publishes and retires, one task that lets retirements drain.
+"""Publication off the event loop: one thread that publishes and retires, one that lets retirements drain.
 
 Promises that a publish never blocks the requests being served, that publishes of this process run in the order they
 came, and that a retirement goes on without being asked again. Knows no HTTP.
@@ -30,6 +30,8 @@ class Publisher:
     def __init__(self, service: Any) -> None:
         self._service = service
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="epochless-publish", initializer=step_aside)
+        # Whoever asks the engines what still drains waits for a step of theirs; a publication does not wait for that.
+        self._drainer = ThreadPoolExecutor(1, thread_name_prefix="epochless-drain", initializer=step_aside)
         self._draining: asyncio.Task[None] | None = None
         self._again = asyncio.Event()
 
@@ -79,9 +81,9 @@ class Publisher:
         metrics.count_publication("repeated" if published.repeated else "committed", time.monotonic() - began)
         return published
 
-    async def _run(self, call: Callable[[], Result]) -> Result:
+    async def _run(self, call: Callable[[], Result], thread: ThreadPoolExecutor | None = None) -> Result:
         # Shielded: a client that goes away does not stop what the journal may already have begun.
-        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(self._thread, call))
+        return await asyncio.shield(asyncio.get_running_loop().run_in_executor(thread or self._thread, call))
 
     def _settle(self) -> None:
         metrics.observe_state(self._service.state())
@@ -92,7 +94,7 @@ class Publisher:
         while True:
             self._again.clear()
             try:
-                remaining = await self._run(self._service.pump)
+                remaining = await self._run(self._service.pump, self._drainer)
             except EpochlessError as error:
                 # The next poll tries again; what drains stays unadmitted meanwhile.
                 logger.warning("retirement waits: %s", error)

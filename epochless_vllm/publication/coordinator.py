@@ -226,11 +226,17 @@ class Coordinator:
     def pump_retirements(self) -> int:
         """Remove the draining revisions that nothing uses any more; return how many bindings go on draining.
 
+        Publications wait for a removal, and not for the engines' answer that there is nothing to remove.
+
         Raises:
             StoreError: a removal is not recorded; it is repeated by the next call.
         """
+        state = self._journal.refresh()
+        in_flight = self._retirement.count_holders(state)
+        if not (self._unheard or state.intents or self._retirement.has_ended(state, in_flight)):
+            return sum(holding.draining for holding in state.holdings.values())
         with self._take_turn():
-            return self._retirement.pump()
+            return self._retirement.pump(in_flight)
 
     @property
     def retirement_failures(self) -> dict[RevisionId, Failure]:

@@ -46,13 +46,25 @@ class Retirement:
         self._journal.append(*(RetireBegan(*key) for key in keys))
         crash_point("retire.begin")
 
-    def pump(self) -> int:
-        """Remove what nothing uses any more; return how many bindings go on draining."""
+    def count_holders(self, state: State) -> Mapping[int, int]:
+        """Return the requests in flight by engine id, of each adapter that drains in ``state``. Needs no lock."""
+        ids = sorted({state.adapters[key[1]] for key in _draining(state)})
+        return self._ranks.holders_of(ids) if ids else {}
+
+    def has_ended(self, state: State, in_flight: Mapping[int, int]) -> bool:
+        """Return whether a binding that drains in ``state`` may leave, by such a count."""
+        return any(not _is_last(state, key) or in_flight[state.adapters[key[1]]] == 0 for key in _draining(state))
+
+    def pump(self, in_flight: Mapping[int, int] | None = None) -> int:
+        """Remove what nothing uses any more; return how many bindings go on draining.
+
+        Args:
+            in_flight: an earlier ``count_holders``; what drains only since then goes on draining.
+        """
         state = self._journal.state
-        draining = [key for key, holding in state.holdings.items() if holding.draining]
-        if not draining:
-            return 0
-        in_flight = self._ranks.holders_of(sorted({state.adapters[key[1]] for key in draining}))
+        if in_flight is None:
+            in_flight = self.count_holders(state)
+        draining = _draining(state)
         return len(draining) - sum([self._finish(key, in_flight) for key in draining])
 
     def draining(self, key: BindingKey) -> Draining:
@@ -104,7 +116,7 @@ class Retirement:
         # Another policy's binding keeps the adapter; then there is nothing to wait for and nothing to remove.
         if _is_last(state, key):
             lora_int_id = state.adapters[revision_id]
-            if in_flight[lora_int_id] != 0:
+            if in_flight.get(lora_int_id) != 0:
                 return False
             # Each engine counts once more before its ranks remove: what came since then keeps the adapter.
             crash_point("retire.fence")
@@ -150,6 +162,10 @@ class Retirement:
             holders=holders,
             retryable=True,
         )
+
+
+def _draining(state: State) -> list[BindingKey]:
+    return [key for key, holding in state.holdings.items() if holding.draining]
 
 
 def _is_last(state: State, key: BindingKey) -> bool:

@@ -61,7 +61,7 @@ def test_a_process_whose_owner_ended_before_it_could_watch_ends(waited_for: bool
 
 
 def test_a_forked_process_watches_by_itself() -> None:
-    fork = "orphans.install(); os.fork() and os._exit(0)"
+    fork = "orphans.install(); child = os.fork(); child and (os.waitpid(child, 0), os._exit(0))"
     parent, watches, pid = start(CHILD.format(mutant=fork), "1:7")
     assert watches == 1
     os.kill(pid, signal.SIGKILL)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -215,3 +217,50 @@ def test_no_request_is_admitted_to_a_draining_revision_at_any_moment(service: Se
     service.coordinator.retire("p", revisions[1])
     service.coordinator.pump_retirements()
     assert seen == [Status.DRAINING]
+
+
+def asked_in_between(service: Service, meanwhile: Any) -> int:
+    """Pump retirements; do something while the engines count; return what goes on draining."""
+    asked, answer, count = threading.Event(), threading.Event(), service.ranks.holders_of
+
+    def count_late(ids: Any) -> dict[int, int]:
+        counts = count(ids)
+        asked.set()
+        assert answer.wait(60)
+        return counts
+
+    service.ranks.holders_of = count_late  # type: ignore[method-assign]
+    with ThreadPoolExecutor(2) as threads:
+        pumped = threads.submit(service.coordinator.pump_retirements)
+        assert asked.wait(60)
+        service.ranks.holders_of = count  # type: ignore[method-assign]
+        done = threads.submit(meanwhile)
+        try:
+            done.result(60)
+        finally:
+            answer.set()
+        return pumped.result(60)
+
+
+def test_a_publication_does_not_wait_until_the_engines_have_counted(
+    make_service: MakeService, service: Service, revisions: Revisions
+) -> None:
+    service.ranks.in_flight[2] = 1
+    service.coordinator.retire("p", revisions[1])
+    assert asked_in_between(service, lambda: service.coordinator.publish(revisions[2], "q", 2)) == 1
+    assert service.journal.state.head("q").revision_id == revisions[2]  # type: ignore[union-attr]
+
+
+def test_what_drains_only_since_the_engines_counted_is_not_removed(service: Service, revisions: Revisions) -> None:
+    service.coordinator.retire("p", revisions[1])
+
+    def retire_another() -> None:
+        service.coordinator.retire("p", revisions[0])
+        service.coordinator.retire("q", None)
+        service.ranks.in_flight[1] = 1  # admitted before, by a front end that had not seen it
+
+    assert asked_in_between(service, retire_another) == 1  # p's hold on it went: q's kept the adapter
+    assert held(service) == {1, 3}
+    service.ranks.in_flight[1] = 0
+    assert service.coordinator.pump_retirements() == 0
+    assert held(service) == {3}

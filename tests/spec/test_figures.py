@@ -46,6 +46,7 @@ def publishing() -> list[str]:
         f"64 MB adapter | {published['large']['median']:.0f} ms | {published_stock['large']['median']:.0f} ms | "
         f"**{ratios['visible_large_over_bound']:.2f} of it**",
         f"16 streams | {published['under_load']['median']:.0f} ms | {published_stock['under_load']['median']:.0f} ms |",
+        f"64 streams, p99 / idle | {results('publish_64')['ratios']['p99_publish_under_load_over_idle']:.2f} |",
         f"per request | {ours['micro']['admission_us']:.1f} us |",
         f"per block | {ours['micro']['block_key_us']:.2f} us |",
     ]
@@ -105,9 +106,19 @@ def fairness() -> list[str]:
     return [f"3 slots, 4 revisions, {result['clients']} clients: p99 wait {ours} steps, stock {stock};"]
 
 
+def soaking() -> list[str]:
+    result = results("soak")
+    assert result["tokens_wrong"] == 0
+    return [
+        f"and {result['tokens_compared']:,} tokens with their oracle",
+        f"and {result['tokens_per_s']['ratio']:.2f} (wanted 0.97",
+        f"and **+{100 * result['memory_mb']['growth']:.2f} %** (wanted",
+    ]
+
+
 FIGURES = {
     text: source.__name__
-    for source in (mixed_rows, publishing, startup, sampler, attesting, failures, fairness)
+    for source in (mixed_rows, publishing, startup, sampler, attesting, failures, fairness, soaking)
     for text in source()
 }
 

@@ -63,7 +63,7 @@ GATE = (
 
 CHANNELS = (
     _H("any user", "    if user != os.geteuid():", "    if False:"),
-    _H("address to guess", "secrets.token_hex(16)", '"0"'),
+    _H("address to guess", "secrets.token_hex(16)", "0"),
     _H("late reply is kept", "                self._connections[rank].close()\n            return replies", "                pass\n            return replies"),
     _H("frame of any length", "    if length > MAX_FRAME:", "    if False:"),
     _H("message of any kind", "    if not isinstance(message, dict):", "    if False:"),

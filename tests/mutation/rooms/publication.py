@@ -15,6 +15,7 @@ _T = partial(Mutant, "protocol/names")
 _J = partial(Mutant, "publication/journal")
 _R = partial(Mutant, "publication/rows")
 _C = partial(Mutant, "publication/coordinator")
+_L = partial(Mutant, "publication/retirement")
 
 RULES = (
     _P("epoch may skip", "event.epoch == state.epoch + 1", "event.epoch > state.epoch"),
@@ -140,6 +141,11 @@ JOURNAL = (
 )  # fmt: skip
 
 COORDINATOR = (
+    _L("removed while a request holds it", "            if in_flight.get(lora_int_id) != 0:\n                return False\n", ""),
+    _L("not counted is not held", "in_flight.get(lora_int_id) != 0", "in_flight.get(lora_int_id, 0) != 0"),
+    _L("another policy's hold is forgotten", "        if _is_last(state, key):\n", "        if True:\n"),
+    _C("publications wait for the count", "        state = self._journal.refresh()\n        in_flight = self._retirement.count_holders(state)\n", "        with self._take_turn():\n            state = self._journal.refresh()\n            in_flight = self._retirement.count_holders(state)\n"),
+    _C("unheard aborts are left", "if not (self._unheard or state.intents or", "if not (state.intents or"),
     _C("revision not in the store", "            if not self._store.has(revision_id):", "            if False:"),
     _C("publication made twice", "            if earlier is not None:\n                return Published(earlier, self._journal.receipts(earlier.sequence), repeated=True)\n", ""),
     _C("registry overfull", "            if len(state.adapters) >= self._capacity:", "            if False:"),
