@@ -29,5 +29,6 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
     output.value(reply.model_dump())
     verb = "already published" if reply.repeated else "published"
     output.line(f"{verb} {reply.lora_name}")
-    output.line(f"step {reply.step}, sequence {reply.sequence}, on {len(reply.receipts)} ranks")
+    ranks = len(reply.receipts)
+    output.line(f"step {reply.step}, sequence {reply.sequence}, on {ranks} rank{'' if ranks == 1 else 's'}")
     return 0

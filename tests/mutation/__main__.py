@@ -3,7 +3,7 @@
     python -m tests.mutation                      every room; one line a mutant, last line `N passed, N failed`
     python -m tests.mutation --room ROOM NAME ... some rooms, some mutants
     python -m tests.mutation --first              stop at a mutant's first failing test: whether, not by which
-    python -m tests.mutation --write              every room, and write tests/mutation/README.md from it
+    python -m tests.mutation --write              write tests/mutation/README.md from it; with --room, those sections
 
 A mutant is one edit of the sources. It passes when a named test fails, or, where ``only`` is given, when exactly those
 tests do. One whose text is not there once, or that does not import, is an error of the campaign and fails. Equivalent
@@ -30,10 +30,10 @@ def main() -> int:
     parser.add_argument("--room", action="append", choices=[room.name for room in ROOMS], help="may be repeated")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--first", action="store_true", help="stop at a mutant's first failing test")
-    parser.add_argument("--write", action="store_true", help="write tests/mutation/README.md; runs everything")
+    parser.add_argument("--write", action="store_true", help="write tests/mutation/README.md")
     options = parser.parse_args()
-    if options.write and (options.names or options.room or options.first):
-        parser.error("--write is of the whole campaign")
+    if options.write and (options.names or options.first):
+        parser.error("--write is of whole rooms and all their tests")
     rooms = [room for room in ROOMS if not options.room or room.name in options.room]
     begin = time.monotonic()
     outcomes = run_rooms(
@@ -46,7 +46,8 @@ def main() -> int:
     print(f"{time.monotonic() - begin:.0f} s")
     print(summary(outcomes))
     if options.write:
-        README.write_text(render(outcomes), encoding="utf-8")
+        earlier = README.read_text(encoding="utf-8") if README.exists() else ""
+        README.write_text(render(outcomes, [room.name for room in ROOMS], earlier), encoding="utf-8")
     return 0 if outcomes and all(outcome.passed for outcome in outcomes) else 1
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutation.matrix import README, describe
+from tests.mutation.matrix import README, describe, render
 from tests.mutation.mutants import ROOT, Mutant, Room, faults_of
 from tests.mutation.rooms import ROOMS
 from tests.mutation.runner import Job, Outcome
@@ -35,10 +35,34 @@ def test_mutants_are_many_and_of_every_room() -> None:
 
 @pytest.mark.skipif(not README.exists(), reason="python -m tests.mutation --write makes it")
 def test_the_matrix_is_of_these_mutants() -> None:
-    """When it is not: ``python -m tests.mutation --write``."""
-    rows = [line.split(" | ") for line in README.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
-    named = {cell.removeprefix("| ") for row in rows for cell in row[:2]}
-    assert not [mutant.name for room in ROOMS for mutant in room.mutants if mutant.name not in named]
+    """When it is not: ``python -m tests.mutation --room ROOM --write``."""
+    sections = README.read_text(encoding="utf-8").split("\n## ")[1:]
+    found = {section.partition("\n")[0].lower(): section for section in sections}
+    assert set(found) <= {room.name.lower() for room in ROOMS}
+    for room in ROOMS:
+        if section := found.get(room.name.lower()):
+            rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| ")]
+            cells = {tuple(cell.removeprefix("| ") for cell in row[:2]) for row in rows}
+            assert not [each.name for each in room.mutants if (each.name, f"`{each.module}`") not in cells]
+
+
+def test_a_room_that_is_run_again_renews_its_own_section() -> None:
+    def outcome(room: Room, caught: str, equivalent: str = "") -> Outcome:
+        return Outcome(room, replace(HONEST, name=f"m {caught}", equivalent=equivalent), (caught,) if caught else ())
+
+    first, second = replace(ROOM, name="first room"), replace(ROOM, name="second room")
+    order = [second.name, first.name]
+    whole = render([outcome(first, "tests/a.py::a"), outcome(second, "tests/a.py::b")], order)
+    assert whole.index("## Second room") < whole.index("## First room")
+    assert whole.count("1 passed, 0 failed") == 2
+    again = render([outcome(second, "tests/a.py::c"), outcome(second, "", "it commutes")], order, whole)
+    assert "| m tests/a.py::a | `sums` | 1 |" in again
+    assert "::b" not in again
+    assert "| m tests/a.py::c | `sums` | 1 |" in again
+    assert "| m  | `sums` | it commutes |" in again
+    assert again.count("## ") == 2
+    assert render([], order, again) == again
+    assert render([], [first.name], again).count("## ") == 1
 
 
 def test_data_that_do_not_fit_are_named(tmp_path: Path) -> None:

@@ -161,6 +161,24 @@ def test_rows_that_break_the_rules_are_an_error_although_their_chain_is_right(tm
         Journal(path)
 
 
+@pytest.mark.parametrize("epoch", [0, 2])
+def test_a_row_of_another_epoch_is_an_error_although_its_chain_is_right(tmp_path: Path, epoch: int) -> None:
+    """A journal written by a server that did not notice that its epoch was over."""
+    path = tmp_path / "journal.sqlite"
+    journal = Journal(path)
+    journal.begin_epoch()
+    row, after = journal._replay.next_row(Intended(Intent(1, "p", 1, A, 1)))
+    chain = chain_row(
+        journal._replay.chain, seq=row.seq, epoch=epoch, kind=row.kind, payload=row.payload, evidence=None
+    )
+    journal.close()
+    with sqlite3.connect(path) as raw:
+        raw.execute("INSERT INTO events VALUES (?, ?, ?, ?, NULL, ?)", (row.seq, epoch, row.kind, row.payload, chain))
+        raw.execute("UPDATE tip SET seq = ?, chain = ?", (after.seq, chain))
+    with pytest.raises(JournalError, match=f"row 2 is damaged: written in epoch {epoch}, recorded in epoch 1"):
+        Journal(path)
+
+
 def test_any_flipped_byte_of_the_file_is_an_error_or_changes_nothing(closed: Path, copy: Path) -> None:
     original, expected = closed.read_bytes(), prefixes()[-1]
     generator = random.Random(5)

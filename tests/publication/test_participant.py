@@ -134,9 +134,7 @@ def test_a_poll_waits_no_longer_than_it_says(participant: Participant, installer
     installer.gate.set()
 
 
-def test_messages_from_several_threads_are_handled_one_at_a_time(
-    participant: Participant, installer: Recorder
-) -> None:
+def test_messages_from_several_threads_are_handled_one_at_a_time(participant: Participant, installer: Recorder) -> None:
     inside, most = [0], [0]
     held = installer.held
 

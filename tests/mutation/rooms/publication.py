@@ -108,7 +108,7 @@ JOURNAL = (
     _J("stale state under a write", '            self._connection.execute("BEGIN IMMEDIATE")\n            self._replay = self._replay.read_new(self._connection, self.path)\n', '            self._connection.execute("BEGIN IMMEDIATE")\n'),
     _J("no abort of the undecided", "return [EpochBegan(state.epoch + 1), *aborts]", "return [EpochBegan(state.epoch + 1)]"),
     _J("half an append stays", "            if not ready:\n                self._roll_back()", "            if not ready and self._connection.in_transaction:\n                self._commit(self._connection)"),
-    _J("state ahead of its commit", "        try:\n            self._commit(self._connection)", "        self._replay = after\n        try:\n            self._commit(self._connection)", equivalent="what reads the state of a commit that failed refreshes it first, from the file"),
+    _J("state ahead of its commit", "        try:\n            self._commit(self._connection)", "        self._replay = after\n        try:\n            self._commit(self._connection)"),
     _J("receipts of every event", "kept = receipts if isinstance(event, Committed) else None", "kept = receipts"),
     _J("receipts outlive their revision", "            if isinstance(event, Retired) and event.revision_id not in after.state.adapters:", "            if False:"),
     _J("receipts go with the first binding", "isinstance(event, Retired) and event.revision_id not in after.state.adapters", "isinstance(event, Retired)"),
