@@ -166,6 +166,20 @@ def test_a_damaged_patch_is_refused_with_its_own_message(name: str, patches: Pat
     assert NAME in verdict.message or step == "allowlist"
 
 
+@pytest.mark.parametrize(("start", "overlaps"), [(2, True), (3, False)])
+def test_hunks_whose_numbers_agree_may_touch_and_not_overlap(start: int, overlaps: bool):
+    second = b"@@ -%d,2 +%d,3 @@\n b\n+m\n c\n" % (start, start + 1)
+    raw = SOURCE[: SOURCE.index(b"@@ ")] + b"@@ -1,2 +1,3 @@\n a\n+n\n b\n" + second
+    if overlaps:
+        with pytest.raises(PatchError, match="overlapping hunks"):
+            package_diff.parse_patch(NAME, raw)
+        with pytest.raises(verify_patch.Refused, match="overlaps the hunk before it"):
+            verify_patch.parse_patch(NAME, raw)
+    else:
+        assert len(package_diff.parse_patch(NAME, raw)[0].hunks) == 2
+        verify_patch.parse_patch(NAME, raw)
+
+
 def test_a_result_that_does_not_compile_is_refused(patches: Path, original: Path, tmp_path: Path):
     """The damage is consistent through every index line and pin, so that only the compiler can object."""
     target = PATH.decode()
