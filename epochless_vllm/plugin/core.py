@@ -31,7 +31,9 @@ class RevisionGate:
         self._lock = threading.Lock()
         self._committed = committed
         self._open: dict[int, str] = {}
-        self._closed: set[int] = set()  # left this engine, and perhaps not yet recorded as retired
+        # What left this engine, and the journal's sequence then: a removal that failed elsewhere is not recorded, and
+        # the adapter may be published again under its id.
+        self._closed: dict[int, int] = {}
         self._entering: Counter[int] = Counter()
 
     def check(self, lora_request: Any) -> None:
@@ -59,11 +61,12 @@ class RevisionGate:
         revision_id = split_lora_name(lora_request.lora_name)[1]
         if self._open.get(lora_int_id) == revision_id:
             return
-        if lora_int_id not in self._closed:
-            state = self._committed()
-            if state.adapters.get(revision_id) == lora_int_id and revision_id not in state.quarantine:
-                self._open[lora_int_id] = revision_id
-                return
+        state = self._committed()
+        live = state.adapters.get(revision_id) == lora_int_id and revision_id not in state.quarantine
+        if live and (lora_int_id not in self._closed or _latest(state, revision_id) > self._closed[lora_int_id]):
+            self._open[lora_int_id] = revision_id
+            self._closed.pop(lora_int_id, None)
+            return
         if lora_int_id in self._closed:
             raise RetiredRevisionError(f"{lora_request.lora_name} was retired before the request arrived")
         raise InvalidRequestError(
@@ -83,12 +86,16 @@ class RevisionGate:
             holders = scheduled + self._entering[lora_int_id]
             if holders == 0:
                 self._open.pop(lora_int_id, None)
-                self._closed.add(lora_int_id)
+                self._closed[lora_int_id] = self._committed().sequence
             return holders
 
     def entering(self, lora_int_id: int) -> int:
         with self._lock:
             return self._entering[lora_int_id]
+
+
+def _latest(state: State, revision_id: str) -> int:
+    return max((holding.last for key, holding in state.holdings.items() if key[1] == revision_id), default=0)
 
 
 def count_scheduled(core: Any, lora_int_id: int) -> int:

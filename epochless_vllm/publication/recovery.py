@@ -30,8 +30,6 @@ class Revisions(Protocol):
     def read(self, revision_id: RevisionId) -> object:
         """Raise EpochlessError unless the revision's bytes are present and right."""
 
-    def byte_size(self, revision_id: RevisionId) -> int: ...
-
 
 @dataclass(frozen=True)
 class Recovered:

@@ -18,7 +18,7 @@ from epochless_vllm.protocol.canonical import encode_canonical
 from epochless_vllm.protocol.manifest import RevisionId
 from epochless_vllm.publication.participant import REFUSED
 
-FIRST_POLL_S = 0.001  # a small adapter is loaded by then
+FIRST_POLL_S = 0.001  # after a poll that did not wait, or whose wait was over
 SLOWEST_POLL_S = 0.005  # each poll that does not wait may interrupt the engine's steps for a moment
 WAIT_MS = 500  # how long a rank may keep a poll until it has loaded; a rank that died is noticed by its channel
 MAX_RECEIPT_BYTES = 16 << 10  # a receipt holds a few digests

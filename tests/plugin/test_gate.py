@@ -11,7 +11,7 @@ from epochless_vllm.errors import EpochlessError, InvalidRequestError, RetiredRe
 from epochless_vllm.plugin import core as seam
 from epochless_vllm.plugin.activation import DISTRUSTED, VERIFIED
 from epochless_vllm.plugin.core import GATE, RevisionGate, epochless_address, epochless_call, epochless_holders
-from epochless_vllm.protocol.publication import State
+from epochless_vllm.protocol.publication import Holding, State
 
 A, B = ("sha256:" + letter * 64 for letter in "ab")
 
@@ -143,6 +143,16 @@ def test_what_was_removed_stays_out_while_the_journal_still_shows_it() -> None:
     assert retire(core)[0]["ok"]  # no request had named it before
     with pytest.raises(RetiredRevisionError):
         core.gate.check(lora(1))
+
+
+def test_what_was_removed_and_published_again_before_that_was_recorded_is_served() -> None:
+    core = Core({1: A})
+    retire(core)  # and another engine, or the disk, failed
+    core.state = State(adapters={A: 1}, holdings={("other", A): Holding(1, 1)})
+    core.gate.check(lora(1))
+    core.gate.enter(lora(1, policy="other"))
+    core.gate.leave(1)
+    assert retire(core)[0]["ok"]
 
 
 def test_the_ranks_of_an_engine_say_where_they_listen() -> None:
