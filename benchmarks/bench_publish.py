@@ -4,8 +4,8 @@ Sixteen greedy streams decode on one revision of a 125M-parameter model, engine 
 without one publication a second. Steps grow longer as contexts do, by tens of percent over a run: windows are ordered
 idle, publishing, publishing, idle, and every figure is the mean of its windows', so that a steady growth cancels; the
 throughput is that of the mean gap. ``stock`` does the same with vLLM's own ``add_lora`` under fresh names and ids, the
-best it offers. Run: ``python benchmarks/bench_publish.py [--streams 64 --without-stock]`` (stock takes seconds a step
-for 64 streams); writes benchmarks/results/publish.json, or publish_<streams>.json.
+best it offers. Run: ``python benchmarks/bench_publish.py [--streams 64 --without-stock]`` (with 64 streams
+a window may hold no gap of stock's); writes benchmarks/results/publish.json, or publish_<streams>.json.
 """
 
 from __future__ import annotations
