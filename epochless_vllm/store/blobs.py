@@ -1,7 +1,8 @@
 """The tensor bytes of a revision: written while they are hashed, and hashed again on every read.
 
 A stored file has one possible sequence of bytes for a given manifest: tensors in canonical order behind the header
-that follows from it. Holds one chunk while writing, the whole file once while reading. Knows no directories.
+that follows from it. Hashes beside reading and writing, in a thread of their own. Holds a few chunks while writing, the
+whole file once while reading. Knows no directories.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import hashlib
 import io
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Protocol
 
@@ -18,24 +20,31 @@ from epochless_vllm.durable import flushing
 from epochless_vllm.errors import DigestMismatchError, InspectError, StoreError
 from epochless_vllm.protocol.digests import Digest, digest_from_bytes
 from epochless_vllm.protocol.manifest import Manifest, TensorEntry
+from epochless_vllm.store.beside import helper
 from epochless_vllm.store.finite import find_non_finite
 from epochless_vllm.store.incoming import storage_errors
 from epochless_vllm.store.safetensors import ITEM_BYTES, TensorRecord, encode_header, lay_out
 
-CHUNK_BYTES = 1 << 20  # copying is fastest while a chunk stays in the second-level cache
+CHUNK_BYTES = 1 << 19  # copying is fastest while a chunk stays in the second-level cache
+CHUNKS = 4  # of them are being hashed, or filled, at a time
 ALIGNMENT = 64  # bytes, of each tensor in memory: a cache line
 B_SUFFIX = ".lora_B.weight"
 MAX_BUFFERS = 1024  # of one call: IOV_MAX of Linux
+READ_BYTES = 4 << 20  # read in one call, then hashed while the next are read
 
 ReadInto = Callable[[memoryview], int]
 """Fills the front of a buffer with the next bytes of a source and returns their count; 0 at its end."""
+_Piece = tuple[TensorRecord, int, memoryview]  # a tensor, where in it, and the bytes there
 
 
 class Watcher(Protocol):
     """Sees each byte of an adapter on its way into the store, so that nobody reads it again for that."""
 
     def update(self, record: TensorRecord, piece: memoryview) -> None:
-        """Take the next bytes of a tensor, whole elements; ``piece`` is valid during the call only."""
+        """Take the next bytes of a tensor, whole elements; ``piece`` is valid during the call only.
+
+        Called in order, in a thread beside the one that copies.
+        """
 
 
 def copy_tensors(
@@ -57,16 +66,44 @@ def copy_tensors(
     layout = lay_out([(record.name, record.dtype, record.shape) for record in records])
     header = encode_header(layout)
     begins = {record.name: len(header) + record.begin for record in layout}
-    buffer = memoryview(bytearray(min(CHUNK_BYTES, max(record.byte_length for record in records))))
+    hashers = {record.name: hashlib.sha256() for record in records}
+
+    def hash_all(pieces: Sequence[_Piece]) -> None:
+        for record, _, view in pieces:
+            hashers[record.name].update(view)
+            if watcher is not None:
+                watcher.update(record, view)
+
+    size = min(CHUNK_BYTES, sum(record.byte_length for record in records))
+    buffers = [memoryview(bytearray(size)) for _ in range(CHUNKS)]
+    hashed: list[Future[None]] = []  # one for each buffer in use, the oldest first
     _write(target, memoryview(header), 0)
-    entries = []
-    with flushing(target) as flush:
-        for record in records:
-            sha256 = _copy_one(read_into, record, buffer, target, begins[record.name], watcher, flush)
-            entries.append(TensorEntry(record.name, record.dtype, record.shape, record.byte_length, sha256))
-    if read_into(buffer[:1]):
+    with flushing(target) as flush, helper() as beside:
+        for number, chunk in enumerate(_cut(records, size)):
+            if len(hashed) == CHUNKS:
+                hashed.pop(0).result()
+            pieces = list(_place(chunk, buffers[number % CHUNKS]))
+            for record, _, view in pieces:
+                _fill(read_into, view, record.name)
+            hashed.append(beside.submit(hash_all, pieces))
+            for record, offset, view in pieces:
+                _require_finite(record, offset, view)
+                _write(target, view, begins[record.name] + offset)
+                flush(len(view))
+        for each in hashed:
+            each.result()
+    if read_into(buffers[0][:1]):
         raise InspectError("safetensors: bytes after the last tensor; write the file again", reason="trailing_bytes")
-    return entries
+    return [
+        TensorEntry(
+            record.name,
+            record.dtype,
+            record.shape,
+            record.byte_length,
+            digest_from_bytes(hashers[record.name].digest()),
+        )
+        for record in records
+    ]
 
 
 def create_file(path: Path) -> io.FileIO:
@@ -100,19 +137,39 @@ def read_tensors(path: Path, manifest: Manifest) -> dict[str, memoryview]:
             if file.read(len(header)) != header:
                 raise _mismatch(path, "the header of its manifest", "another header")
             tensors = dict(_allocate_tensors(layout))
-            views = [(record.name, tensors[record.name]) for record in layout]
             offset = len(header)
-            for begin in range(0, len(views), MAX_BUFFERS):
-                group = views[begin : begin + MAX_BUFFERS]
-                _read_into_all(file.fileno(), [view for _, view in group], offset)
-                offset += sum(len(view) for _, view in group)
-                for name, view in group:
-                    actual = digest_from_bytes(hashlib.sha256(view).digest())
-                    if actual != expected[name]:
-                        raise _mismatch(path, expected[name], actual, tensor=name)
+            with helper() as beside:
+                hashed = []
+                for group in _group([(record.name, tensors[record.name]) for record in layout]):
+                    _read_into_all(file.fileno(), [view for _, view in group], offset)
+                    offset += sum(len(view) for _, view in group)
+                    hashed.append(beside.submit(_require_digests, path, group, expected))
+            for each in hashed:
+                each.result()
     except OSError as error:
         raise StoreError(f"{path}: cannot read: {error.strerror}; add the adapter again", path=str(path)) from error
     return tensors
+
+
+def _group(views: Sequence[tuple[str, memoryview]]) -> Iterator[list[tuple[str, memoryview]]]:
+    """Yield the views in order, in lists of READ_BYTES or a little more."""
+    group: list[tuple[str, memoryview]] = []
+    size = 0
+    for name, view in views:
+        group.append((name, view))
+        size += len(view)
+        if size >= READ_BYTES or len(group) == MAX_BUFFERS:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _require_digests(path: Path, group: Sequence[tuple[str, memoryview]], expected: Mapping[str, Digest]) -> None:
+    for name, view in group:
+        actual = digest_from_bytes(hashlib.sha256(view).digest())
+        if actual != expected[name]:
+            raise _mismatch(path, expected[name], actual, tensor=name)
 
 
 def _open_strictly(path: str, flags: int) -> int:
@@ -131,38 +188,42 @@ def _allocate_tensors(layout: Sequence[TensorRecord]) -> Iterator[tuple[str, mem
             yield record.name, whole[begin : begin + record.byte_length]
 
 
-def _copy_one(
-    read_into: ReadInto,
-    record: TensorRecord,
-    buffer: memoryview,
-    target: io.FileIO,
-    offset: int,
-    watcher: Watcher | None,
-    flush: Callable[[int], None],
-) -> Digest:
-    hasher = hashlib.sha256()
-    width = ITEM_BYTES[record.dtype]
-    done = 0
-    while done < record.byte_length:
-        piece = buffer[: min(len(buffer), record.byte_length - done)]
-        _fill(read_into, piece, record.name)
-        hasher.update(piece)
-        index = find_non_finite(record.dtype, piece)
-        if index is not None:
-            element = done // width + index
-            raise InspectError(
-                f"tensor {record.name[:200]}: element {element} is not finite; the trainer diverged, or wrote the file "
-                "while it was read",
-                reason="not_finite",
-                tensor=record.name[:200],
-                index=element,
-            )
-        if watcher is not None:
-            watcher.update(record, piece)
-        _write(target, piece, offset + done)
-        flush(len(piece))
-        done += len(piece)
-    return digest_from_bytes(hasher.digest())
+def _cut(records: Sequence[TensorRecord], size: int) -> Iterator[list[tuple[TensorRecord, int, int]]]:
+    """Yield (tensor, offset in it, count) in order, in lists of at most ``size`` bytes; elements stay whole."""
+    chunk: list[tuple[TensorRecord, int, int]] = []
+    room = size
+    for record in records:
+        width, done = ITEM_BYTES[record.dtype], 0
+        while done < record.byte_length:
+            count = min(record.byte_length - done, room // width * width)
+            if not count:
+                yield chunk
+                chunk, room = [], size
+                continue
+            chunk.append((record, done, count))
+            done, room = done + count, room - count
+    if chunk:
+        yield chunk
+
+
+def _place(chunk: Sequence[tuple[TensorRecord, int, int]], buffer: memoryview) -> Iterator[_Piece]:
+    begin = 0
+    for record, offset, count in chunk:
+        yield record, offset, buffer[begin : begin + count]
+        begin += count
+
+
+def _require_finite(record: TensorRecord, offset: int, view: memoryview) -> None:
+    index = find_non_finite(record.dtype, view)
+    if index is not None:
+        element = offset // ITEM_BYTES[record.dtype] + index
+        raise InspectError(
+            f"tensor {record.name[:200]}: element {element} is not finite; the trainer diverged, or wrote the file "
+            "while it was read",
+            reason="not_finite",
+            tensor=record.name[:200],
+            index=element,
+        )
 
 
 def _fill(read_into: ReadInto, view: memoryview, name: str) -> None:

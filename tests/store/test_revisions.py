@@ -33,6 +33,7 @@ from epochless_vllm.errors import (
 from epochless_vllm.protocol.manifest import RevisionId
 from epochless_vllm.store import blobs
 from epochless_vllm.store.adapters import inspect_adapter
+from epochless_vllm.store.beside import NICENESS, helper
 from epochless_vllm.store.revisions import RevisionStore
 from tests.adapters import MINUTE, encode_safetensors, encode_tensor, make_adapter, make_config, make_tensors
 
@@ -371,12 +372,12 @@ def test_source_is_read_once_from_start_to_end(
     assert sum(counts) == size
 
 
-def test_adapter_of_many_chunks_is_copied_exactly_with_one_chunk_in_memory(
+def test_adapter_of_many_chunks_is_copied_exactly_with_a_few_chunks_in_memory(
     store: RevisionStore, tmp_path: Path
 ) -> None:
     generator = np.random.default_rng(0)
     name_a, name_b = make_tensors(layers=[0], targets=["q_proj"])
-    long = blobs.CHUNK_BYTES + 12345
+    long = blobs.CHUNKS * blobs.CHUNK_BYTES + 12345
     tensors = {name_a: generator.random((2, long), np.float32), name_b: generator.random((long, 2), np.float32)}
     directory = make_adapter(tmp_path / "large", rank=2, tensors=tensors)
     tracemalloc.start()
@@ -385,7 +386,7 @@ def test_adapter_of_many_chunks_is_copied_exactly_with_one_chunk_in_memory(
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < 4 * blobs.CHUNK_BYTES
+    assert peak < 2 * blobs.CHUNKS * blobs.CHUNK_BYTES
     stored = store.read(ingested.revision_id)
     assert all(bytes(stored.tensors[name]) == tensors[name].tobytes() for name in tensors)
     assert stored.tensors[name_a].obj is not stored.tensors[name_b].obj  # keeping A's memory does not keep B's
@@ -401,6 +402,65 @@ def test_a_watcher_sees_every_byte_of_every_tensor_in_order(store: RevisionStore
     ingested = store.ingest_directory(adapter, watch=lambda config: Watcher())
     stored = store.read(ingested.revision_id)
     assert seen == {name: bytes(view) for name, view in stored.tensors.items()}
+
+
+@pytest.mark.parametrize("chunk", [4, 13, 64, 1000])
+@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+def test_the_size_of_the_pieces_changes_nothing(
+    store: RevisionStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, dtype: str
+) -> None:
+    tensors = make_tensors(3, shape=MINUTE, rank=2)
+    directory = make_adapter(
+        tmp_path / "a", rank=2, alpha=5.5, dtype=dtype, tensors=tensors, config={"use_rslora": True}
+    )
+    monkeypatch.setattr(blobs, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(blobs, "READ_BYTES", chunk)
+    revision_id = store.ingest_directory(directory).revision_id
+    config = {"alpha_pattern": {}, "lora_alpha": "5.5", "peft_type": "LORA", "use_rslora": True}
+    assert revision_id == independent_revision_id(tensors, dtype, config)
+    stored = store.read(revision_id).tensors
+    assert {name: bytes(view) for name, view in stored.items()} == {
+        name: encode_tensor(tensor, dtype) for name, tensor in tensors.items()
+    }
+
+
+def test_a_flipped_byte_of_any_tensor_is_found_whichever_was_read_with_it(
+    store: RevisionStore, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ingested = store.ingest_directory(adapter)
+    path = directory_of(store, ingested.revision_id) / "adapter_model.safetensors"
+    sound = path.read_bytes()
+    monkeypatch.setattr(blobs, "READ_BYTES", 100)
+    end = len(sound)
+    for entry in reversed(blobs.lay_out([(e.name, e.dtype, e.shape) for e in ingested.manifest.tensors])):
+        at = end - 1
+        overwrite(path, sound[:at] + bytes([sound[at] ^ 1]) + sound[at + 1 :])
+        with pytest.raises(DigestMismatchError) as caught:
+            store.read(ingested.revision_id)
+        assert entry.name in str(caught.value)
+        end -= entry.byte_length
+
+
+def test_what_a_watcher_raises_fails_the_ingest(store: RevisionStore, adapter: Path) -> None:
+    class Watcher:
+        def update(self, record: Any, piece: memoryview) -> None:
+            if record.name.endswith("lora_B.weight"):
+                raise InspectError("the watcher does not like it", reason="watched")
+
+    with pytest.raises(InspectError, match="does not like it"):
+        store.ingest_directory(adapter, watch=lambda config: Watcher())
+    assert store.list() == ()
+
+
+def test_hashing_stays_behind_the_thread_that_asks_for_it() -> None:
+    def place() -> tuple[int, set[int]]:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), os.sched_getaffinity(0)
+
+    with helper() as beside:
+        niceness, cores = beside.submit(place).result()
+    own_niceness, own_cores = place()
+    assert niceness == min(19, own_niceness + NICENESS)
+    assert cores >= own_cores
 
 
 @pytest.mark.parametrize("failing", range(3))
