@@ -166,6 +166,8 @@ def run_rooms(
     A room whose tests fail as they are has one outcome, which says so. ``first``: stop at a mutant's first failing
     test, and ask no more than that there is one.
     """
+    if not rooms:
+        return []
     with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(jobs) as pool:
         idle: SimpleQueue[Job] = SimpleQueue()
         made = []
