@@ -5,9 +5,10 @@
     python -m tests.mutation --first              stop at a mutant's first failing test: whether, not by which
     python -m tests.mutation --write              write tests/mutation/README.md from it; with --room, those sections
 
-A mutant is one edit of the sources, or of a datum: see tests/mutation/data.py. One of the sources passes when a named test fails, or, where ``only`` is given, when exactly those
-tests do. One whose text is not there once, or that does not import, is an error of the campaign and fails. Equivalent
-mutants are listed apart with the argument and must pass every test.
+A mutant is one edit of the sources, or one fault in a datum. An edit passes when a named test fails, or, where ``only``
+is given, when exactly those tests do. One whose text is not there once, or that does not import, is an error of the
+campaign and fails. Equivalent mutants are listed apart with the argument and must pass every test. A datum passes when
+the checkers that are to refuse it do, for the reason expected: see tests/mutation/data.py.
 """
 
 from __future__ import annotations

@@ -154,5 +154,6 @@ def data_faults_of(rooms: Iterable[DataRoom]) -> list[str]:
         for mutant in room.mutants:
             if not mutant.wanted:
                 faults.append(f"{room.name}: {mutant.name}: no checker is to refuse it")
-            faults += [f"{room.name}: {mutant.name}: no checker {name}" for name in mutant.wanted if name not in room.checkers]
+            unknown = set(mutant.wanted) - set(room.checkers)
+            faults += [f"{room.name}: {mutant.name}: no checker {name}" for name in sorted(unknown)]
     return faults

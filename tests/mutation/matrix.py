@@ -38,9 +38,9 @@ A number stands for the test of that number in the room's list; the list says ho
 how many nothing else does. Tests of the room that catch none of these mutants are not listed.
 
 Rooms of data damage receipts, ledgers and patches. Every checker of the room judges every mutant, once all of them have
-accepted the data undamaged. One is caught when the checkers that are to refuse it do, with the code and the words shown;
-a number stands for a checker, the weakest first, and the list says how many it refuses, and how many nothing before it
-in the list does."""
+accepted the data undamaged. One is caught when the checkers that are to refuse it do, with the code and words shown; a
+number stands for a checker, the weakest first, and the list says how many it refuses, and how many nothing before it in
+the list does."""
 
 
 def render(outcomes: Sequence[Outcome | DataOutcome], order: Sequence[str], earlier: str = "") -> str:
@@ -127,4 +127,6 @@ def _data_section(name: str, outcomes: Sequence[DataOutcome]) -> str:
 
 
 def _reasons(outcome: DataOutcome) -> str:
-    return "; ".join(dict.fromkeys(str(wanted) for wanted in outcome.mutant.wanted.values()))
+    wanted = list(dict.fromkeys(outcome.mutant.wanted.values()))
+    said = {refusal.code for refusal in wanted if refusal.words}
+    return "; ".join(str(refusal) for refusal in wanted if refusal.words or refusal.code not in said)

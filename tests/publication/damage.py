@@ -74,7 +74,8 @@ def _append(kind: str, payload: bytes, epoch: int, path: Path) -> None:
 
 
 CHANGES = {
-    "a byte of the payload": "payload = CAST(replace(CAST(payload AS TEXT), substr(CAST(payload AS TEXT), -3, 1), '!') AS BLOB)",
+    "a byte of the payload": "payload = "
+    "CAST(replace(CAST(payload AS TEXT), substr(CAST(payload AS TEXT), -3, 1), '!') AS BLOB)",
     "the payload as text": "payload = CAST(payload AS TEXT)",
     "no payload": "payload = x''",
     "another kind": "kind = upper(kind)",

@@ -32,6 +32,7 @@ from tests.publication.damage import (
     write_journal,
 )
 
+
 @pytest.fixture(scope="module")
 def closed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A journal of ten rows, everything in its main file."""

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.mutation.data_rooms import ledgers, receipts
+from tests.mutation.data_rooms import ledgers, patches, receipts
 
-DATA_ROOMS = (*receipts.ROOMS, *ledgers.ROOMS)
+DATA_ROOMS = (*receipts.ROOMS, *ledgers.ROOMS, *patches.ROOMS)
