@@ -21,7 +21,10 @@ from typing import Any
 
 from tests.mutation.mutants import ROOT, Mutant, Room
 
-COPIED = ("epochless_vllm", "tests", "patches", "verify_patch.py", "pyproject.toml", "README.md", "Makefile")
+COPIED = (
+    "epochless_vllm", "tests", "patches", "spec", "benchmarks", "docker", "verify_patch.py", "pyproject.toml",
+    "README.md", "CHANGELOG.md", "LICENSE", "Makefile",
+)  # fmt: skip
 STEM = Path(__file__).parent / "stem.py"
 ALWAYS = ("pytest", "hypothesis")  # loaded before the runs part
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
