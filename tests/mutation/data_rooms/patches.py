@@ -17,7 +17,7 @@ from tests.patch import test_form, test_pin
 from tests.patch.mutants import Verdict, judge_alone, judge_packaged, write_series
 from tests.patch.trees import DAMAGE, LAYOUTS, copy_originals, installed_root
 
-PATCHES = ROOT / "patches"
+PATCHES, SERIES_FILE = ROOT / "patches", f"patches/{test_form.NAME}"
 JUDGES = {"verify_patch.py": judge_alone, "epochless patch verify": judge_packaged}
 
 # Given the original tree: what becomes of the series, as arguments of write_series.
@@ -120,7 +120,7 @@ ROOMS = (
         CHECKERS,
         UNDAMAGED,
         tuple(
-            _mutant(name, "pin.json", partial(_of_pin, edit), step, words)
+            _mutant(name, "patches/pin.json", partial(_of_pin, edit), step, words)
             for name, (edit, step, words) in test_pin.DAMAGE.items()
         ),
         prepare=_prepare,
@@ -131,10 +131,10 @@ ROOMS = (
         UNDAMAGED,
         (
             *(
-                _mutant(name, test_form.NAME, partial(_of_patch, edit), step, words)
+                _mutant(name, SERIES_FILE, partial(_of_patch, edit), step, words)
                 for name, (edit, step, words) in test_form.DAMAGE.items()
             ),
-            _mutant("a result that does not compile", test_form.NAME, _of_result, "syntax", test_form.PATH.decode()),
+            _mutant("a result that does not compile", SERIES_FILE, _of_result, "syntax", test_form.PATH.decode()),
         ),
         prepare=_prepare,
     ),
