@@ -20,6 +20,8 @@ EDITED = (
     "publication/journal", "publication/coordinator", "protocol/blocks", "plugin/block_keys", "sampling/kernels",
     "sampling/torch_path", "verify/checker", "verify/ed25519", "reference/forward", "verify/replay", "verify_patch",
     "patch/data/verify_patch", "tests/test_layers", "protocol/resolution", "plugin/draw_keys", "plugin/core",
+    "protocol/manifest", "publication/rows", "publication/participant", "plugin/admission", "plugin/labels",
+    "spec/check_citations", "spec/documents", "spec/ledger", "spec/sources", "spec/symbols", "spec/commands",
 )  # fmt: skip
 
 
@@ -166,4 +168,5 @@ def test_tests_that_do_not_load_or_fail_by_themselves_are_an_error_and_not_a_cat
 def test_the_package_and_the_repository_are_where_the_paths_say() -> None:
     assert (ROOT / HONEST.path).parent.is_dir()
     assert Mutant("tests/test_layers", "", "", "").path == "tests/test_layers.py"
+    assert Mutant("spec/symbols", "", "", "").path == "spec/symbols.py"
     assert Mutant("verify_patch", "", "", "").path == "verify_patch.py"
