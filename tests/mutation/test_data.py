@@ -13,6 +13,7 @@ from tests.mutation.data import DataMutant, DataOutcome, DataRoom, Refusal, data
 from tests.mutation.data_rooms import DATA_ROOMS, receipts
 from tests.mutation.matrix import describe, render
 from tests.mutation.rooms import ROOMS
+from tests.verify.bases import NAMES
 
 BY_NAME = {room.name: room for room in DATA_ROOMS}
 
@@ -108,13 +109,13 @@ def test_a_data_mutant_that_is_no_catch_fails(mutant: DataMutant, problem: str) 
 def honest_receipts() -> Iterator[DataMutant]:
     room = BY_NAME["data: receipts"]
     for name, datum in room.originals.items():
-        if name in receipts.NAMES:
+        if name in NAMES:
             yield DataMutant(name, name, datum, {receipts.CLIENT: Refusal("root_mismatch")})
 
 
 def test_an_honest_receipt_posing_as_a_mutant_is_reported_as_accepted() -> None:
     outcomes = run_data_rooms([replace(BY_NAME["data: receipts"], originals={}, mutants=tuple(honest_receipts()))])
-    assert len(outcomes) == len(receipts.NAMES)
+    assert len(outcomes) == len(NAMES)
     assert {outcome.problem for outcome in outcomes} == {f"accepted by {receipts.CLIENT}"}
 
 
