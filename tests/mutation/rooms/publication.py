@@ -170,8 +170,6 @@ COORDINATOR = (
 PARTICIPANT = (
     _A("an exception leaves it", "        except Exception as error:  # noqa: BLE001 - see the", "        except EpochlessError as error:  # noqa: BLE001 - see the"),
     _A("messages at the same time", "            with self._lock:\n                return", "            if True:\n                return"),
-    _A("waits while it holds the others", "            self._wait_for_load(message)\n            with self._lock:\n", "            with self._lock:\n                self._wait_for_load(message)\n"),
-    _A("waits for another's load", 'self._candidates.get(message["lora_int_id"])\n            if candidate', 'next(iter(self._candidates.values()), None)\n            if candidate'),
     _A("reply without its serial", '("kind", "serial") if key', '("kind",) if key'),
     _A("reply without its rank", 'echo = {"rank": self.rank}', "echo: dict[str, Any] = {}"),
     _A("earlier epoch obeyed", "        if epoch < self._epoch:", "        if False:"),
