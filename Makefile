@@ -34,7 +34,8 @@ bench: setup
 crash: setup
 	@$(PY) -m tests.crash.campaign --servers $(if $(WRITE),--write)
 
-# One edit of the sources at a time, and which tests notice; WRITE=1 renews tests/mutation/README.md from it.
+# One edit of the sources at a time, and which tests notice; one fault in a receipt, a ledger or a patch, and which
+# checkers refuse it. WRITE=1 renews tests/mutation/README.md from it.
 mutation: setup
 	@$(PY) -m tests.mutation $(if $(WRITE),--write)
 

@@ -10,6 +10,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 SKIPPED = {"build", "dist", "shared", "node_modules"}
@@ -69,9 +70,14 @@ def find_documents(root: Path) -> list[Path]:
 
 def read_document(path: Path) -> Document:
     """Return what a document cites."""
+    return _read(path, path.read_text())
+
+
+@lru_cache(maxsize=64)  # links lead to the same documents again and again
+def _read(path: Path, text: str) -> Document:
     found = Document(path)
     fence: str | None = None
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(text.splitlines(), 1):
         if line.lstrip().startswith("```"):
             fence = line.strip("` ").lower() if fence is None else None
             continue

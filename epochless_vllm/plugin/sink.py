@@ -110,9 +110,14 @@ class ReceiptSink:
         """Return the compact bytes of a receipt, or None. Blocking.
 
         Raises:
-            StoreError: the file cannot be read.
+            StoreError: the file cannot be read, or holds no bytes there.
         """
         rows = self._select("SELECT body FROM receipts WHERE id = ? AND made >= ?", receipt_id)
+        if rows and not isinstance(rows[0][0], bytes):  # SQLite keeps any type in any column
+            raise StoreError(
+                f"{self.path}: receipt {receipt_id[:80]} is damaged: not bytes; take it from the response itself",
+                path=str(self.path),
+            )
         return rows[0][0] if rows else None
 
     def find(self, request_id: str) -> list[dict[str, Any]]:

@@ -6,19 +6,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.campaigns import summary, table
+from tests.mutation.data import DataOutcome
 from tests.mutation.runner import Outcome
 
 README = Path(__file__).parent / "README.md"
 SHOWN = 3  # tests named on a line
 
 
-def describe(outcome: Outcome) -> str:
+def describe(outcome: Outcome | DataOutcome) -> str:
     """Return one line about an outcome."""
-    labels = outcome.labels
-    more = f" and {len(labels) - SHOWN} more" if len(labels) > SHOWN else ""
-    detail = outcome.problem or (
-        f"equivalent: {outcome.mutant.equivalent}" if outcome.mutant.equivalent else ", ".join(labels[:SHOWN]) + more
-    )
+    if isinstance(outcome, DataOutcome):
+        detail = outcome.problem or _reasons(outcome)
+    else:
+        labels = outcome.labels
+        more = f" and {len(labels) - SHOWN} more" if len(labels) > SHOWN else ""
+        equivalent = outcome.mutant.equivalent
+        detail = outcome.problem or (f"equivalent: {equivalent}" if equivalent else ", ".join(labels[:SHOWN]) + more)
     return f"{'ok  ' if outcome.passed else 'FAIL'} {outcome.room.name}: {outcome.mutant.name:44} {detail}"
 
 
@@ -32,10 +35,15 @@ test fails; one that does not import, or whose text is not found exactly once, f
 every test passes, and must.
 
 A number stands for the test of that number in the room's list; the list says how many mutants each test catches, and
-how many nothing else does. Tests of the room that catch none of these mutants are not listed."""
+how many nothing else does. Tests of the room that catch none of these mutants are not listed.
+
+Rooms of data damage receipts, ledgers and patches. Every checker of the room judges every mutant, once all of them have
+accepted the data undamaged. One is caught when the checkers that are to refuse it do, with the code and words shown; a
+number stands for a checker, the weakest first, and the list says how many it refuses, and how many nothing before it in
+the list does."""
 
 
-def render(outcomes: Sequence[Outcome], order: Sequence[str], earlier: str = "") -> str:
+def render(outcomes: Sequence[Outcome | DataOutcome], order: Sequence[str], earlier: str = "") -> str:
     """Return the README of a campaign.
 
     Args:
@@ -44,8 +52,11 @@ def render(outcomes: Sequence[Outcome], order: Sequence[str], earlier: str = "")
         earlier: the README before, which the sections of rooms without outcomes are taken from.
     """
     sections = {section.partition("\n")[0]: section.rstrip() for section in earlier.split("\n## ")[1:]}
-    for room in dict.fromkeys(outcome.room for outcome in outcomes):
-        sections[_title(room.name)] = _section(room.name, [each for each in outcomes if each.room is room])
+    for name in dict.fromkeys(outcome.room.name for outcome in outcomes):
+        here = [each for each in outcomes if each.room.name == name]
+        data = [each for each in here if isinstance(each, DataOutcome)]
+        edits = [each for each in here if isinstance(each, Outcome)]
+        sections[_title(name)] = _data_section(name, data) if data else _section(name, edits)
     return "\n\n## ".join([HEAD, *(sections[_title(name)] for name in order if _title(name) in sections)]) + "\n"
 
 
@@ -87,3 +98,35 @@ def _section(name: str, outcomes: Sequence[Outcome]) -> str:
 
 def _numbers(outcome: Outcome, number: dict[str, str]) -> str:
     return " ".join(number[label] for label in outcome.labels)
+
+
+def _data_section(name: str, outcomes: Sequence[DataOutcome]) -> str:
+    checkers = list(outcomes[0].room.checkers)
+    first = [outcome.labels[0] for outcome in outcomes if outcome.labels]
+    mutants = [
+        (
+            outcome.mutant.name,
+            f"`{outcome.mutant.damages}`",
+            " ".join(str(checkers.index(label) + 1) for label in outcome.labels),
+            outcome.problem or _reasons(outcome),
+        )
+        for outcome in outcomes
+    ]
+    judges = [
+        (str(place), checker, str(sum(checker in each.labels for each in outcomes)), str(first.count(checker)))
+        for place, checker in enumerate(checkers, 1)
+    ]
+    return "\n\n".join(
+        [
+            _title(name),
+            table(("mutant", "of", "refused by", "with"), mutants),
+            table(("no.", "checker", "refuses", "first"), judges),
+            summary(outcomes),
+        ]
+    )
+
+
+def _reasons(outcome: DataOutcome) -> str:
+    wanted = list(dict.fromkeys(outcome.mutant.wanted.values()))
+    said = {refusal.code for refusal in wanted if refusal.words}
+    return "; ".join(str(refusal) for refusal in wanted if refusal.words or refusal.code not in said)

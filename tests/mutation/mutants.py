@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-_OUTSIDE = ("tests/", "verify_patch")  # what is not below the package
+_OUTSIDE = ("tests/", "spec/", "verify_patch")  # what is not below the package
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Mutant:
     """One edit: ``old`` occurs exactly once in ``module`` and becomes ``new``.
 
     Attributes:
-        module: below the package, without suffix; ``tests/...`` and ``verify_patch`` are beside it.
+        module: below the package, without suffix; ``tests/...``, ``spec/...`` and ``verify_patch`` are beside it.
         only: the tests, as the room labels them, that catch it: these and no others. Empty: any may.
         equivalent: the argument, for an edit that changes nothing a test could see: all tests must pass.
     """

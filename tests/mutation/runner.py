@@ -21,7 +21,10 @@ from typing import Any
 
 from tests.mutation.mutants import ROOT, Mutant, Room
 
-COPIED = ("epochless_vllm", "tests", "patches", "verify_patch.py", "pyproject.toml", "README.md", "Makefile")
+COPIED = (
+    "epochless_vllm", "tests", "patches", "spec", "benchmarks", "docker", "verify_patch.py", "pyproject.toml",
+    "README.md", "CHANGELOG.md", "LICENSE", "Makefile",
+)  # fmt: skip
 STEM = Path(__file__).parent / "stem.py"
 ALWAYS = ("pytest", "hypothesis")  # loaded before the runs part
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
@@ -166,6 +169,8 @@ def run_rooms(
     A room whose tests fail as they are has one outcome, which says so. ``first``: stop at a mutant's first failing
     test, and ask no more than that there is one.
     """
+    if not rooms:
+        return []
     with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(jobs) as pool:
         idle: SimpleQueue[Job] = SimpleQueue()
         made = []

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutation.data_rooms import DATA_ROOMS
 from tests.mutation.matrix import README, describe, render
 from tests.mutation.mutants import ROOT, Mutant, Room, faults_of
 from tests.mutation.rooms import ROOMS
@@ -19,6 +20,8 @@ EDITED = (
     "publication/journal", "publication/coordinator", "protocol/blocks", "plugin/block_keys", "sampling/kernels",
     "sampling/torch_path", "verify/checker", "verify/ed25519", "reference/forward", "verify/replay", "verify_patch",
     "patch/data/verify_patch", "tests/test_layers", "protocol/resolution", "plugin/draw_keys", "plugin/core",
+    "protocol/manifest", "publication/rows", "publication/participant", "plugin/admission", "plugin/labels",
+    "spec/check_citations", "spec/documents", "spec/ledger", "spec/sources", "spec/symbols", "spec/commands",
 )  # fmt: skip
 
 
@@ -38,12 +41,14 @@ def test_the_matrix_is_of_these_mutants() -> None:
     """When it is not: ``python -m tests.mutation --room ROOM --write``."""
     sections = README.read_text(encoding="utf-8").split("\n## ")[1:]
     found = {section.partition("\n")[0].lower(): section for section in sections}
-    assert set(found) <= {room.name.lower() for room in ROOMS}
-    for room in ROOMS:
-        if section := found.get(room.name.lower()):
+    assert set(found) <= {room.name.lower() for room in (*ROOMS, *DATA_ROOMS)}
+    named = {room.name: {(each.name, each.module) for each in room.mutants} for room in ROOMS}
+    named |= {room.name: {(each.name, each.damages) for each in room.mutants} for room in DATA_ROOMS}
+    for name, mutants in named.items():
+        if section := found.get(name.lower()):
             rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| ")]
             cells = {tuple(cell.removeprefix("| ") for cell in row[:2]) for row in rows}
-            assert not [each.name for each in room.mutants if (each.name, f"`{each.module}`") not in cells]
+            assert not [each for each, where in mutants if (each, f"`{where}`") not in cells]
 
 
 def test_a_room_that_is_run_again_renews_its_own_section() -> None:
@@ -163,4 +168,5 @@ def test_tests_that_do_not_load_or_fail_by_themselves_are_an_error_and_not_a_cat
 def test_the_package_and_the_repository_are_where_the_paths_say() -> None:
     assert (ROOT / HONEST.path).parent.is_dir()
     assert Mutant("tests/test_layers", "", "", "").path == "tests/test_layers.py"
+    assert Mutant("spec/symbols", "", "", "").path == "spec/symbols.py"
     assert Mutant("verify_patch", "", "", "").path == "verify_patch.py"

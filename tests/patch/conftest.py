@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from epochless_vllm.patch.installation import revert_patch
 from epochless_vllm.patch.pin import load_series
-from tests.patch.trees import copy_files, installed_root
+from tests.patch.trees import copy_files, copy_originals, installed_root
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -41,9 +40,7 @@ def installed() -> Path:
 @pytest.fixture(scope="session")
 def original(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The touched files as upstream has them. Read only: use ``tree`` to change them."""
-    target = copy_files(installed, tmp_path_factory.mktemp("original"), load_series().pin.files)
-    revert_patch(target)
-    return target
+    return copy_originals(installed, tmp_path_factory.mktemp("original"))
 
 
 @pytest.fixture

@@ -52,15 +52,24 @@ def write_series(
     return hashlib.sha256(content).hexdigest()
 
 
+def judge_alone(directory: Path, root: Path, pin_sha256: str) -> Verdict:
+    """Return the verdict of verify_patch.py."""
+    try:
+        return Verdict(verify_patch.verify(directory, root, pin_sha256=pin_sha256), "", "")
+    except verify_patch.Refused as refusal:
+        return Verdict("refused", refusal.step, str(refusal))
+
+
+def judge_packaged(directory: Path, root: Path, pin_sha256: str) -> Verdict:
+    """Return the verdict of the package's own verifier."""
+    try:
+        return Verdict(verify_tree(root, directory, pin_sha256=pin_sha256).state, "", "")
+    except PatchError as error:
+        return Verdict("refused", error.fields["step"], error.fields["reason"])
+
+
 def judge(directory: Path, root: Path, pin_sha256: str) -> Verdict:
     """Return the verdict of verify_patch.py, after checking that the package comes to the same."""
-    try:
-        verdict = Verdict(verify_patch.verify(directory, root, pin_sha256=pin_sha256), "", "")
-    except verify_patch.Refused as refusal:
-        verdict = Verdict("refused", refusal.step, str(refusal))
-    try:
-        other = Verdict(verify_tree(root, directory, pin_sha256=pin_sha256).state, "", "")
-    except PatchError as error:
-        other = Verdict("refused", error.fields["step"], error.fields["reason"])
+    verdict, other = judge_alone(directory, root, pin_sha256), judge_packaged(directory, root, pin_sha256)
     assert other[:2] == verdict[:2], (verdict, other)
     return verdict

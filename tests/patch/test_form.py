@@ -6,7 +6,9 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -180,10 +182,9 @@ def test_hunks_whose_numbers_agree_may_touch_and_not_overlap(start: int, overlap
         verify_patch.parse_patch(NAME, raw)
 
 
-def test_a_result_that_does_not_compile_is_refused(patches: Path, original: Path, tmp_path: Path):
-    """The damage is consistent through every index line and pin, so that only the compiler can object."""
-    target = PATH.decode()
-    broken = (original / target).read_bytes()
+def broken_result(original: Path) -> tuple[Edit, Callable[[Any], Any]]:
+    """Return edits of patch and pin that every index line and digest agrees with: only a compiler can object."""
+    broken = (original / PATH.decode()).read_bytes()
     edited = SOURCE.replace(ADDED, b"+        return = 1\n")
     for hunk in verify_patch.parse_patch(NAME, edited)[0].hunks[::-1]:
         lines = broken.split(b"\n")
@@ -191,15 +192,20 @@ def test_a_result_that_does_not_compile_is_refused(patches: Path, original: Path
         broken = b"\n".join(lines)
     edited = edited.replace(INDEX[2], blob_id(broken).encode())
 
-    def edit_pin(pin):
+    def edit_pin(pin: Any) -> Any:
         for row in pin["files"]:
-            if row["path"] == target:
+            if row["path"] == PATH.decode():
                 row["after"] = blob_id(broken)
         return pin
 
-    digest = write_series(patches, tmp_path, edit_patch={NAME: lambda raw: edited}, edit_pin=edit_pin)
+    return lambda raw: edited, edit_pin
+
+
+def test_a_result_that_does_not_compile_is_refused(patches: Path, original: Path, tmp_path: Path):
+    edit_patch, edit_pin = broken_result(original)
+    digest = write_series(patches, tmp_path, edit_patch={NAME: edit_patch}, edit_pin=edit_pin)
     verdict = judge(tmp_path, original, digest)
-    assert (verdict.step, target in verdict.message) == ("syntax", True)
+    assert (verdict.step, PATH.decode() in verdict.message) == ("syntax", True)
 
 
 def read_both(raw: bytes) -> object:

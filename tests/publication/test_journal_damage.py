@@ -10,46 +10,34 @@ from pathlib import Path
 import pytest
 
 from epochless_vllm.errors import JournalError, StoreError
-from epochless_vllm.protocol.events import chain_row
-from epochless_vllm.protocol.publication import (
-    Aborted,
-    Committed,
-    Event,
-    Intended,
-    Intent,
-    Quarantined,
-    RetireBegan,
-    Retired,
-    State,
-    apply,
-)
+from epochless_vllm.protocol.publication import RetireBegan, State, apply
 from epochless_vllm.publication.checkpoint import Checkpointer
 from epochless_vllm.publication.journal import Journal, JournalView
-from tests.protocol.test_publication import A, B, C
-
-EVENTS: list[Event] = [
-    Intended(Intent(1, "policy", 1, A, 1)),
-    Committed(1, 1),
-    Intended(Intent(2, "policy", 2, B, 2)),
-    Aborted(2, "tp1: wrong digest"),
-    Intended(Intent(3, "policy", 2, C, 3)),
-    Committed(3, 2),
-    RetireBegan("policy", A),
-    Retired("policy", A),
-    Quarantined(C, "tp0", "no memory"),
-]
-RECEIPTS = {"tp0": {"rank": "tp0", "source_digest": A}}
+from tests.protocol.test_publication import C
+from tests.publication.damage import (
+    CHANGED_RECEIPTS,
+    CHANGED_ROWS,
+    CHANGES,
+    DAMAGED_TIPS,
+    DECIDED_TWICE,
+    EVENTS,
+    EXCHANGED_ROWS,
+    KEPT,
+    LOST_END,
+    MISSING_ROWS,
+    OTHER_EPOCHS,
+    ROW_OF_ANOTHER,
+    ROWS,
+    Damage,
+    write_journal,
+)
 
 
 @pytest.fixture(scope="module")
 def closed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A journal of ten rows, everything in its main file."""
     path = tmp_path_factory.mktemp("closed") / "journal.sqlite"
-    journal = Journal(path)
-    journal.begin_epoch()
-    for event in EVENTS:
-        journal.append(event, receipts=RECEIPTS if isinstance(event, Committed) else None)
-    journal.close()
+    write_journal(path)
     return path
 
 
@@ -66,117 +54,65 @@ def prefixes() -> list[State]:
     return states
 
 
-@pytest.mark.parametrize("row", range(1, 11))
-@pytest.mark.parametrize(
-    "change",
-    [
-        "payload = CAST(replace(CAST(payload AS TEXT), substr(CAST(payload AS TEXT), -3, 1), '!') AS BLOB)",
-        "payload = CAST(payload AS TEXT)",
-        "payload = x''",
-        "kind = upper(kind)",
-        "kind = CAST(kind AS BLOB)",
-        "epoch = epoch + 1",
-        "epoch = 'one'",
-        "evidence = zeroblob(32)",
-        "evidence = 7",
-        "chain = zeroblob(32)",
-        "chain = hex(chain)",
-        "seq = seq + 100",
-    ],
-)
+def refusal_of(path: Path, damage: Damage) -> JournalError:
+    damage.act(path)
+    with pytest.raises(JournalError) as caught:
+        Journal(path)
+    assert damage.words in str(caught.value)
+    return caught.value
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_row_is_named(copy: Path, row: int, change: str) -> None:
-    with sqlite3.connect(copy) as raw:
-        raw.execute(f"UPDATE events SET {change} WHERE seq = ?", (row,))
-    for opening in (Journal, JournalView):
-        with pytest.raises(JournalError, match=f"row {row} is damaged") as caught:
-            opening(copy).current() if opening is JournalView else opening(copy)
-        assert caught.value.fields["row"] == row
+    damage = CHANGED_ROWS[f"{change}, row {row}"]
+    assert refusal_of(copy, damage).fields["row"] == row
+    with pytest.raises(JournalError, match=damage.words) as caught:
+        JournalView(copy).current()
+    assert caught.value.fields["row"] == row
 
 
-@pytest.mark.parametrize("row", range(1, 11))
-def test_a_missing_row_is_named(copy: Path, row: int) -> None:
-    with sqlite3.connect(copy) as raw:
-        raw.execute("DELETE FROM events WHERE seq = ?", (row,))
-    with pytest.raises(JournalError, match=f"row {row} is damaged"):
-        Journal(copy)
+@pytest.mark.parametrize("name", MISSING_ROWS)
+def test_a_missing_row_is_named(copy: Path, name: str) -> None:
+    refusal_of(copy, MISSING_ROWS[name])
 
 
 def test_rows_lost_from_the_end_show_by_the_tip(copy: Path) -> None:
-    with sqlite3.connect(copy) as raw:
-        raw.execute("DELETE FROM events WHERE seq > 6")
-    with pytest.raises(JournalError, match="should end at row 10 and ends at row 6"):
-        Journal(copy)
+    refusal_of(copy, LOST_END)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        "DELETE FROM tip",
-        "INSERT INTO tip SELECT * FROM tip",
-        "UPDATE tip SET seq = 11",
-        "UPDATE tip SET chain = x'00'",
-    ],
-)
-def test_a_damaged_tip_is_an_error(copy: Path, change: str) -> None:
-    with sqlite3.connect(copy) as raw:
-        raw.execute(change)
-    with pytest.raises(JournalError):
-        Journal(copy)
+@pytest.mark.parametrize("name", DAMAGED_TIPS)
+def test_a_damaged_tip_is_an_error(copy: Path, name: str) -> None:
+    refusal_of(copy, DAMAGED_TIPS[name])
 
 
 def test_two_rows_that_changed_places_are_an_error(copy: Path) -> None:
-    with sqlite3.connect(copy) as raw:
-        raw.executescript(
-            "UPDATE events SET seq = 100 WHERE seq = 4; UPDATE events SET seq = 4 WHERE seq = 5;"
-            "UPDATE events SET seq = 5 WHERE seq = 100"
-        )
-    with pytest.raises(JournalError, match="row 4 is damaged"):
-        Journal(copy)
+    refusal_of(copy, EXCHANGED_ROWS)
 
 
 def test_a_row_of_another_journal_is_an_error(copy: Path) -> None:
-    with sqlite3.connect(copy) as raw:
-        raw.execute(
-            "UPDATE events SET (payload, chain) = (SELECT payload, chain FROM events WHERE seq = 2) WHERE seq = 6"
-        )
-    with pytest.raises(JournalError, match="row 6 is damaged"):
-        Journal(copy)
+    refusal_of(copy, ROW_OF_ANOTHER)
 
 
-def test_rows_that_break_the_rules_are_an_error_although_their_chain_is_right(tmp_path: Path) -> None:
+def test_rows_that_break_the_rules_are_an_error_although_their_chain_is_right(copy: Path) -> None:
     """A journal written by a program without the rules: the same decision twice."""
-    path = tmp_path / "journal.sqlite"
-    journal = Journal(path)
-    journal.begin_epoch()
-    journal.append(Intended(Intent(1, "p", 1, A, 1)))
-    journal.append(Committed(1, 1))
-    row, after = journal._replay.next_row(Quarantined(A, "tp0", "x"))
-    payload = b'{"sequence":2,"transaction_id":1}'
-    chain = chain_row(journal._replay.chain, seq=row.seq, epoch=1, kind="committed", payload=payload, evidence=None)
-    journal.close()
-    with sqlite3.connect(path) as raw:
-        raw.execute("INSERT INTO events VALUES (?, 1, 'committed', ?, NULL, ?)", (after.seq, payload, chain))
-        raw.execute("UPDATE tip SET seq = ?, chain = ?", (after.seq, chain))
-    with pytest.raises(JournalError, match="row 4 is damaged: transaction 1 is not undecided"):
-        Journal(path)
+    refusal_of(copy, DECIDED_TWICE)
 
 
-@pytest.mark.parametrize("epoch", [0, 2])
-def test_a_row_of_another_epoch_is_an_error_although_its_chain_is_right(tmp_path: Path, epoch: int) -> None:
+@pytest.mark.parametrize("epoch", OTHER_EPOCHS)
+def test_a_row_of_another_epoch_is_an_error_although_its_chain_is_right(copy: Path, epoch: int) -> None:
     """A journal written by a server that did not notice that its epoch was over."""
-    path = tmp_path / "journal.sqlite"
-    journal = Journal(path)
-    journal.begin_epoch()
-    row, after = journal._replay.next_row(Intended(Intent(1, "p", 1, A, 1)))
-    chain = chain_row(
-        journal._replay.chain, seq=row.seq, epoch=epoch, kind=row.kind, payload=row.payload, evidence=None
-    )
+    refusal_of(copy, OTHER_EPOCHS[epoch])
+
+
+@pytest.mark.parametrize("name", CHANGED_RECEIPTS)
+def test_changed_receipts_are_an_error_of_whoever_reads_them(copy: Path, name: str) -> None:
+    damage = CHANGED_RECEIPTS[name]
+    damage.act(copy)
+    journal = Journal(copy)
+    with pytest.raises(JournalError, match=damage.words):
+        journal.receipts(KEPT)
     journal.close()
-    with sqlite3.connect(path) as raw:
-        raw.execute("INSERT INTO events VALUES (?, ?, ?, ?, NULL, ?)", (row.seq, epoch, row.kind, row.payload, chain))
-        raw.execute("UPDATE tip SET seq = ?, chain = ?", (after.seq, chain))
-    with pytest.raises(JournalError, match=f"row 2 is damaged: written in epoch {epoch}, recorded in epoch 1"):
-        Journal(path)
 
 
 def test_any_flipped_byte_of_the_file_is_an_error_or_changes_nothing(closed: Path, copy: Path) -> None:

@@ -239,6 +239,27 @@ def test_a_failure_whose_abort_was_lost_does_not_spoil_the_next_attempt(
     assert prepare(participant, 2)["done"] is True
 
 
+def test_a_failure_stands_for_as_long_as_its_transaction(participant: Participant, installer: Recorder) -> None:
+    installer.load_error = RuntimeError("first")
+    prepare(participant)
+    installer.load_error = None
+    assert prepare(participant)["ok"] is False
+    assert installer.done == [("load", 1)]
+
+
+def test_a_poll_is_answered_only_to_who_began(participant: Participant, installer: Recorder) -> None:
+    prepare(participant, 1)
+    assert participant.handle(message("prepare_poll", 2))["code"] == "unknown_transaction"
+    participant.handle(message("commit", 1))
+    assert participant.handle(message("prepare_poll", 2))["receipt"]["source_digest"] == A  # it is here
+    assert participant.handle(message("prepare_poll", 2, 1, B))["code"] == "unknown_transaction"
+
+
+def test_decisions_of_an_earlier_epoch_do_not_bind_a_later_one(participant: Participant) -> None:
+    participant.handle(message("abort", 5))
+    assert prepare(participant, 3, epoch=2)["done"] is True
+
+
 def test_a_lower_epoch_is_refused_and_changes_nothing(participant: Participant, installer: Recorder) -> None:
     prepare(participant, epoch=3)
     for kind in ("prepare_begin", "prepare_poll", "commit", "abort", "retire"):
@@ -263,6 +284,8 @@ def test_a_transaction_cannot_begin_after_it_was_decided(participant: Participan
     participant.handle(message("abort", 5))
     assert participant.handle(message("prepare_begin", 5))["code"] == "decided"
     assert prepare(participant, 6)["done"] is True
+    participant.handle(message("commit", 6))
+    assert participant.handle(message("prepare_begin", 6, 2, B))["code"] == "decided"
 
 
 def test_an_engine_id_belongs_to_one_revision(participant: Participant, installer: Recorder) -> None:

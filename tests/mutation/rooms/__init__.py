@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutation.rooms import patch, plugin, publication, receipts, reference, replay, sampling, store
+from tests.mutation.rooms import patch, plugin, publication, receipts, reference, replay, sampling, spec, store
 
 ROOMS = (
     *store.ROOMS,
@@ -13,4 +13,5 @@ ROOMS = (
     *replay.ROOMS,
     *plugin.ROOMS,
     *patch.ROOMS,
+    *spec.ROOMS,
 )

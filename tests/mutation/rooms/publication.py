@@ -16,6 +16,7 @@ _J = partial(Mutant, "publication/journal")
 _R = partial(Mutant, "publication/rows")
 _C = partial(Mutant, "publication/coordinator")
 _L = partial(Mutant, "publication/retirement")
+_A = partial(Mutant, "publication/participant")
 
 RULES = (
     _P("epoch may skip", "event.epoch == state.epoch + 1", "event.epoch > state.epoch"),
@@ -166,6 +167,50 @@ COORDINATOR = (
     _C("draining begun twice", "if not state.holdings[key].draining]\n            if live:", "]\n            if live:"),
 )  # fmt: skip
 
+PARTICIPANT = (
+    _A("an exception leaves it", "        except Exception as error:  # noqa: BLE001 - see the", "        except EpochlessError as error:  # noqa: BLE001 - see the"),
+    _A("messages at the same time", "            with self._lock:\n                return", "            if True:\n                return"),
+    _A("reply without its serial", '("kind", "serial") if key', '("kind",) if key'),
+    _A("reply without its rank", 'echo = {"rank": self.rank}', "echo: dict[str, Any] = {}"),
+    _A("earlier epoch obeyed", "        if epoch < self._epoch:", "        if False:"),
+    _A("later epoch not entered", "        if epoch > self._epoch:", "        if False:"),
+    _A("undecided outlives its epoch", "        for lora_int_id in list(self._candidates):\n            self._drop(lora_int_id)\n", ""),
+    _A("decisions of an earlier epoch bind", "self._epoch, self._decided = epoch, 0", "self._epoch = epoch"),
+    _A("begun after it was decided", "        if 0 < order.transaction_id <= self._decided:", "        if False:"),
+    _A("recovery counts as decided", "        if 0 < order.transaction_id <= self._decided:", "        if order.transaction_id <= self._decided:"),
+    _A("another revision under a held id", "            if known not in (None, order.revision_id):", "            if False:"),
+    _A("another revision under an undecided id", ", candidate.order.revision_id if candidate else None):", ", None):"),
+    _A("failure kept for the next attempt", "            and order.transaction_id > max(candidate.transactions)\n", "            and False\n"),
+    _A("failure tried again within its transaction", "order.transaction_id > max(candidate.transactions)", "True"),
+    _A("second transaction does not count", "            candidate.transactions.add(order.transaction_id)\n", "            pass\n"),
+    _A("held is loaded again", 'elif held is None or message.get("reload") is True:', "else:"),
+    _A("a reload is not", 'elif held is None or message.get("reload") is True:', "elif held is None:"),
+    _A("any word for a reload", 'message.get("reload") is True', 'message.get("reload")', equivalent="a coordinator sends true or nothing; what stands for true elsewhere is its fault, and loading again loses nothing"),
+    _A("polled without beginning", "        if candidate is None or order.transaction_id not in candidate.transactions:", "        if candidate is None:"),
+    _A("held of another revision is an answer", "held is None or held.revision_id != order.revision_id:", "held is None:"),
+    _A("registered at every poll", "        if phase is _Phase.LOADED:\n            self._register", "        if phase is not _Phase.FAILED:\n            self._register"),
+    _A("the old adapter stays under the new", "                self._installer.remove(lora_int_id)\n            self._installer.register", "                pass\n            self._installer.register"),
+    _A("a failed registration counts", "            candidate.phase, candidate.failure = _Phase.FAILED, _failure_from(error)\n            raise", "            candidate.phase = _Phase.REGISTERED\n            raise"),
+    _A("committed before it is registered", "            if candidate.phase is not _Phase.REGISTERED or candidate.loaded is None:", "            if candidate.loaded is None:"),
+    _A("commit of what was not prepared", "        elif order.lora_int_id not in self._held:", "        elif False:"),
+    _A("commit leaves it undecided", "            del self._candidates[order.lora_int_id]\n", ""),
+    _A("commit is not remembered", 'was not prepared here")\n        self._decided = max(self._decided, order.transaction_id)\n', 'was not prepared here")\n'),
+    _A("abort is not remembered", "                self._drop(order.lora_int_id)\n        self._decided = max(self._decided, order.transaction_id)\n", "                self._drop(order.lora_int_id)\n"),
+    _A("abort under another's hands", "            if not candidate.transactions:\n", "            if True:\n"),
+    _A("abort leaves it registered", "        if candidate.phase is _Phase.REGISTERED:\n            self._installer.remove", "        if False:\n            self._installer.remove"),
+    _A("abort removes what was never there", "        if candidate.phase is _Phase.REGISTERED:\n            self._installer.remove", "        if True:\n            self._installer.remove"),
+    _A("another revision retired", "        if self._installer.held().get(lora_int_id, order.revision_id) != order.revision_id:", "        if False:"),
+    _A("retired and still committed", "        self._held.pop(lora_int_id, None)\n        receipt", "        receipt"),
+    _A("absent is removed", "        if lora_int_id in self._installer.held():\n", "        if True:\n"),
+    _A("retired and still in the engine", "            receipt = self._installer.remove(lora_int_id)\n", '            receipt = {"rank": self.rank}\n'),
+    _A("status without what loads", "in (_Phase.LOADING, _Phase.LOADED)]", "is _Phase.FAILED]"),
+    _A("status says committed of all", '"committed": held is not None', '"committed": True'),
+    _A("reasons of any length", '"reason": reason[:MAX_REASON]', '"reason": reason'),
+    _A("the adapter's fault like any other", "code = REFUSED if error.status == 422 else error.code", "code = error.code"),
+    _A("every fault the adapter's", "code = REFUSED if error.status == 422 else error.code", "code = REFUSED"),
+    _A("failure without its kind", 'f"{type(error).__name__}: {error}"', 'f"{error}"'),
+)  # fmt: skip
+
 ROOMS = (
     Room("publication rules", ("tests/protocol/test_publication.py",), RULES),
     Room("events", ("tests/protocol/test_events.py",), EVENTS),
@@ -180,4 +225,5 @@ ROOMS = (
         JOURNAL,
     ),
     Room("coordinator", ("tests/publication/test_coordinator.py", "tests/publication/test_retirement.py"), COORDINATOR, preload=("numpy", "safetensors")),
+    Room("participant", ("tests/publication/test_participant.py",), PARTICIPANT),
 )
