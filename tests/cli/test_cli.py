@@ -253,6 +253,32 @@ def test_fsck_finds_a_flipped_byte_a_missing_revision_and_a_stray(run: Any, tmp_
     assert "stray" in shown
 
 
+@pytest.mark.parametrize(
+    ("words", "about"),
+    [
+        (("publish", "policy"), "path"),
+        (("publish", "", "x"), "policy"),
+        (("publish", "../models", "x"), "policy"),
+        (("publish", "policy", "x", "--step", "-1"), "--step"),
+        (("revisions", ""), "policy"),
+        (("revisions", "--url", "host:8000"), "url"),
+        (("retire", "policy", "--wait", "nan"), "--wait"),
+        (("retire", "policy", "--wait", "-1"), "--wait"),
+        (("store",), "fsck|collect"),
+        (("store", "collect", "x", "--older-than", "soon"), "--older-than"),
+        (("patch", "mend"), "mend"),
+        (("verify",), "receipt"),
+    ],
+)
+def test_wrong_words_are_usage_for_people_and_for_machines(run: Any, words: tuple[str, ...], about: str) -> None:
+    told = run(*words)
+    assert (told.status, told.out) == (2, "")
+    assert about in told.err.splitlines()[-1]
+    coded = run(*words, "--json")
+    assert coded.status == 2
+    assert about in coded.json["error"]["message"]
+
+
 def test_fsck_finds_a_damaged_journal(run: Any, tmp_path: Path) -> None:
     root = tmp_path / "store"
     publish_offline(root, make_adapter(tmp_path / "a", seed=1), 1)

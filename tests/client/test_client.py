@@ -321,3 +321,23 @@ def test_receipts_and_the_key_are_fetched(tmp_path: Path) -> None:
         attestor.sink.close()
 
     with_client(tmp_path / "store", scenario)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["", "host:8000", "http://", "ftp://host/", "http://[::1", "http://a\nb", "http://:::1/", "http://host/?x=1"],
+)
+def test_what_is_no_url_of_a_server_is_refused_by_name(url: str) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^url: .* give one such as http://127.0.0.1:8000$") as caught:
+        EpochlessClient(url)
+    assert caught.value.fields["field"] == "url"
+
+
+@pytest.mark.parametrize("key", ["sk-secret\n", "sk-secret\r\nX: y", "sk-secr\u00e9t", "sk-secret\x00"])
+def test_a_key_that_no_header_can_carry_is_refused_and_not_repeated(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^api_key: ") as caught:
+        EpochlessClient("http://host", api_key=key)
+    assert "sk-" not in str(caught.value)
+    monkeypatch.setattr("os.environ", {"VLLM_API_KEY": key})
+    with pytest.raises(InvalidRequestError, match=r"^api_key: "):
+        EpochlessClient("http://host")
