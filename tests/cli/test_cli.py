@@ -253,6 +253,26 @@ def test_fsck_finds_a_flipped_byte_a_missing_revision_and_a_stray(run: Any, tmp_
     assert "stray" in shown
 
 
+@pytest.mark.parametrize("name", [".", "journal.sqlite", "revisions"])
+def test_a_store_that_a_group_may_write_to_is_found_and_its_journal_removes_nothing(
+    run: Any, tmp_path: Path, name: str
+) -> None:
+    root = tmp_path / "store"
+    publish_offline(root, make_adapter(tmp_path / "a", seed=1), 1)
+    (root / name).chmod(0o770)
+    found = run("fsck", root, "--json")
+    assert (found.status, found.json["sound"]) == (1, False)
+    assert [item["path"] for item in found.json["shared"]] == [str(root / name)]
+    assert f"run: chmod g-w {root / name}\n" in run("fsck", root).out
+    assert run("doctor", "--store", root, "--json").status == 1
+    refused = run("store", "collect", root, "--older-than", "7d")
+    assert refused.status == 1
+    assert f"run: chmod g-w {root / name}" in refused.err
+    for path in (root, *root.iterdir()):  # side files that SQLite made meanwhile have the journal's mode
+        path.chmod(path.stat().st_mode & ~0o020)
+    assert run("fsck", root).status == 0
+
+
 @pytest.mark.parametrize(
     ("words", "about"),
     [
