@@ -14,9 +14,10 @@ from urllib.parse import quote
 import pytest
 
 from epochless_vllm.durable import FileLock
-from epochless_vllm.errors import ConfigurationError, StorageFullError, StoreError
+from epochless_vllm.errors import ConfigurationError, StorageFullError, StoreError, UnknownRevisionError
 from epochless_vllm.plugin import uploads
 from epochless_vllm.plugin.deployment import take_store
+from epochless_vllm.plugin.error_responses import json_response
 from epochless_vllm.plugin.options import Options
 from epochless_vllm.plugin.signer import ensure_key
 from epochless_vllm.plugin.sink import Entry, ReceiptSink
@@ -284,3 +285,10 @@ def test_the_request_that_published_is_not_in_the_way_of_the_next(tmp_path: Path
             assert answer.status_code == 200
 
     run_front_end(tmp_path / "store", scenario, import_root=str(place))
+
+
+def test_an_answer_repeats_half_a_character_in_words() -> None:
+    """JSON may spell a lone surrogate, which no UTF-8 answer can carry."""
+    answer = json_response(UnknownRevisionError("model \ud800: none", model="\ud800", field="\ud800"))
+    error = json.loads(bytes(answer.body))["error"]
+    assert (error["message"], error["model"], error["param"]) == ("model \\ud800: none", "\\ud800", "\\ud800")
