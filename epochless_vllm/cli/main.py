@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from epochless_vllm import __version__
 from epochless_vllm.cli.output import Output
+from epochless_vllm.durable import storage_error
 from epochless_vllm.errors import ConfigurationError, EpochlessError, InvalidRequestError
 
 VERBS = {
@@ -91,10 +92,21 @@ def run_verb(verb: str, words: Sequence[str]) -> int:
         output.error(error)
         return 2 if isinstance(error, USAGE_ERRORS) else 1
     except BrokenPipeError:  # the reader, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return _abandon_output()
+    except OSError as error:  # a file that may not be looked at, or standard output on a full disk
+        if error.filename is not None:
+            output.error(storage_error(error, str(error.filename), "use it"))
+            return 1
+        sys.stderr.write(f"error: standard output: {error.strerror}\n")
+        return _abandon_output()
     except KeyboardInterrupt:
         return 130
+
+
+def _abandon_output() -> int:
+    """Let the interpreter end without flushing what nobody takes; return the exit status."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1
 
 
 if __name__ == "__main__":

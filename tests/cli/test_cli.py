@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -297,6 +298,27 @@ def test_wrong_words_are_usage_for_people_and_for_machines(run: Any, words: tupl
     coded = run(*words, "--json")
     assert coded.status == 2
     assert about in coded.json["error"]["message"]
+
+
+def test_a_file_that_may_not_be_looked_at_is_named(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: str) -> Path:
+        raise PermissionError(errno.EACCES, "Permission denied", f"{path}/revisions")
+
+    monkeypatch.setattr("epochless_vllm.cli.fsck.open_root", refuse)
+    refused = run("fsck", "store")
+    assert refused.status == 1
+    assert refused.err.startswith("error: store/revisions: cannot use it: Permission denied; let the user")
+    assert run("fsck", "store", "--json").json["error"]["path"] == "store/revisions"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_a_full_disk_behind_standard_output_is_said_in_words(tmp_path: Path, options: tuple[str, ...]) -> None:
+    adapter = make_adapter(tmp_path / "a", seed=1)
+    command = [sys.executable, "-m", "epochless_vllm.cli.main", "inspect", str(adapter), *options]
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (1, "error: standard output: No space left on device\n")
 
 
 def test_fsck_finds_a_damaged_journal(run: Any, tmp_path: Path) -> None:
