@@ -67,7 +67,7 @@ def retire_call(model: str) -> Call:
 
 def policies_call(policy: str | None) -> Call:
     """Return the request that describes all policies or one."""
-    return Call("GET", "/v1/policies" if policy is None else f"/v1/policies/{quote(policy)}", dict)
+    return Call("GET", "/v1/policies" if policy is None else _policy_path(policy), dict)
 
 
 def receipt_call(receipt_id: str, form: str) -> Call:
@@ -86,7 +86,12 @@ def weight_info_call(policy: str | None) -> Call:
 
 
 def _revisions(policy: str) -> str:
-    return f"/v1/policies/{quote(policy)}/revisions"
+    return f"{_policy_path(policy)}/revisions"
+
+
+def _policy_path(policy: str) -> str:
+    # A dotted part would be resolved on the way and another route called; written so, the server sees and refuses it.
+    return f"/v1/policies/{quote(policy).replace('.', '%2E')}"
 
 
 @contextmanager

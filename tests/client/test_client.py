@@ -323,6 +323,24 @@ def test_receipts_and_the_key_are_fetched(tmp_path: Path) -> None:
     with_client(tmp_path / "store", scenario)
 
 
+def test_a_dotted_policy_reaches_the_server_as_it_was_given(tmp_path: Path) -> None:
+    adapter = make_adapter(tmp_path / "a", seed=1)
+
+    async def scenario(client: AsyncEpochlessClient, front: FrontEnd) -> None:
+        assert (await client.publish("team/v1.5", adapter)).policy == "team/v1.5"
+        assert (await client.policies("team/v1.5"))["policy"] == "team/v1.5"
+        for policy in ("team/./x", "a/../b", "../receipts"):
+            with pytest.raises(InvalidRequestError, match=r"dotted path part|is not a policy name"):
+                await client.publish(policy, adapter)
+            with pytest.raises(InvalidRequestError):
+                await client.upload(policy, adapter)
+        with pytest.raises(UnknownRevisionError, match=r"policy \.\./receipts/key"):
+            await client.policies("../receipts/key")
+        assert [item["policy"] for item in (await client.policies())["policies"]] == ["team/v1.5"]
+
+    with_client(tmp_path / "store", scenario)
+
+
 @pytest.mark.parametrize(
     "url",
     ["", "host:8000", "http://", "ftp://host/", "http://[::1", "http://a\nb", "http://:::1/", "http://host/?x=1"],
