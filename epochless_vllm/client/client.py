@@ -124,9 +124,11 @@ def client_options(url: str, api_key: str | None, timeout_s: float) -> dict[str,
         InvalidRequestError: the URL is none of a server, or the key cannot stand in a header.
     """
     key = api_key or os.environ.get("VLLM_API_KEY")
-    if key and not (key.isascii() and key.isprintable()):  # not repeated: it may be a key but for its line end
+    if key and not (key.isascii() and key.isprintable() and key == key.strip()):
+        # Not repeated: it may be a key but for its line end.
         raise InvalidRequestError(
-            "api_key: holds characters that no header can carry; give the key alone, without line ends", field="api_key"
+            "api_key: no header can carry it as it is; give the key alone, without spaces and line ends around it",
+            field="api_key",
         )
     try:
         base = httpx.URL(url.rstrip("/").removesuffix("/v1"))

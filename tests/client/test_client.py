@@ -351,7 +351,7 @@ def test_what_is_no_url_of_a_server_is_refused_by_name(url: str) -> None:
     assert caught.value.fields["field"] == "url"
 
 
-@pytest.mark.parametrize("key", ["sk-secret\n", "sk-secret\r\nX: y", "sk-secr\u00e9t", "sk-secret\x00"])
+@pytest.mark.parametrize("key", ["sk-secret\n", "sk-secret ", "sk-secret\r\nX: y", "sk-secr\u00e9t", "sk-secret\x00"])
 def test_a_key_that_no_header_can_carry_is_refused_and_not_repeated(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InvalidRequestError, match=r"^api_key: ") as caught:
         EpochlessClient("http://host", api_key=key)
