@@ -25,6 +25,11 @@ CRASH_VARIABLE = "EPOCHLESS_CRASH_AT"
 CRASH_EXIT_CODE = 91
 FLUSH_BYTES = 8 << 20  # a disk is kept busy by pieces of this size, and a publication waits for the last one only
 
+_REMEDIES = {
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "let the user of this process read and write there"),
+    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "name a directory"),
+}
+
 _passes: Counter[str] = Counter()
 
 
@@ -52,7 +57,8 @@ def storage_error(error: OSError, path: Path | str, action: str) -> StoreError:
             f"{path}: cannot {action}: {error.strerror}; free space or make it writable, then retry",
             path=str(path),
         )
-    return StoreError(f"{path}: cannot {action}: {error.strerror}", path=str(path))
+    remedy = _REMEDIES.get(error.errno or 0, "check the disk, then retry")
+    return StoreError(f"{path}: cannot {action}: {error.strerror}; {remedy}", path=str(path))
 
 
 def fsync_directory(path: Path | str) -> None:
@@ -188,9 +194,13 @@ class FileLock:
 
         Raises:
             StoreLockedError: another process holds it.
+            StoreError: its file cannot be opened.
         """
         self.path = Path(path)
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise storage_error(error, self.path, "open the lock file") from error
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -21,7 +21,7 @@ NO_TESTS = 5  # pytest's exit status when nothing was selected
 ALONE = frozenset(
     {
         "test_server_cuts",
-        "test_two_ranks_engine",
+        "test_two_rank_server_engine",
         "test_front_end_engine",
         "test_long_life_engine",
         "test_many_front_ends_engine",

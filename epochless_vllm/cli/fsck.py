@@ -1,5 +1,5 @@
-"""Check a store: every byte of every revision, every row of the journal, and that each revision the journal holds is
-there. Changes nothing; a server may be running."""
+"""Check a store: every byte of every revision, every row of the journal, that each revision the journal holds is there,
+and that only its owner may change it. Changes nothing; a server may be running."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from epochless_vllm.cli.output import Output, short, size
 from epochless_vllm.errors import EpochlessError, StoreError
 from epochless_vllm.protocol.publication import State
 from epochless_vllm.publication.journal import Journal
+from epochless_vllm.store.permissions import find_shared
 from epochless_vllm.store.revisions import RevisionStore
 
 JOURNAL_NAME = "journal.sqlite"
@@ -22,7 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, output: Output) -> int:
-    """Print the findings; 1 if anything is damaged or missing."""
+    """Print the findings; 1 if anything is damaged or missing, or others may write there."""
     root = open_root(arguments.store)
     findings = check_store(root)
     output.value(findings)
@@ -37,6 +38,8 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
         output.line(
             f"journal   epoch {findings['journal']['epoch']}, {findings['journal']['publications']} publications"
         )
+    for item in findings["shared"]:
+        output.line(f"shared    {item['detail']}")
     for name in findings["strays"]:
         output.line(f"stray     {name}")
     for name in findings["leftovers"]:
@@ -75,6 +78,7 @@ def read_journal(root: Path) -> State:
 
 def check_store(root: Path) -> dict[str, Any]:
     """Return everything a check found, as JSON types; ``sound`` says whether all that is held can be served."""
+    shared = [{"path": str(item.path), "detail": item.detail} for item in find_shared(root)]
     store = RevisionStore(root)
     report = store.fsck()
     journal: dict[str, Any] = {"epoch": None, "publications": None, "error": None}
@@ -88,11 +92,12 @@ def check_store(root: Path) -> dict[str, Any]:
     missing = sorted(held - set(store.list()))
     damaged = [{"revision_id": d.revision_id, "code": d.code, "message": d.message} for d in report.damaged]
     return {
-        "sound": not damaged and not missing and journal["error"] is None,
+        "sound": not damaged and not missing and not shared and journal["error"] is None,
         "checked": report.checked,
         "byte_length": report.byte_length,
         "damaged": damaged,
         "missing": missing,
+        "shared": shared,
         "journal": journal,
         "strays": list(report.strays),
         "leftovers": list(report.leftovers),

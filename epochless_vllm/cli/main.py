@@ -11,9 +11,11 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from epochless_vllm import __version__
 from epochless_vllm.cli.output import Output
+from epochless_vllm.durable import storage_error
 from epochless_vllm.errors import ConfigurationError, EpochlessError, InvalidRequestError
 
 VERBS = {
@@ -33,6 +35,19 @@ VERBS = {
 }
 
 USAGE_ERRORS = (InvalidRequestError, ConfigurationError)
+
+
+class VerbParser(argparse.ArgumentParser):
+    """Leaves it to ``Output`` to say what is wrong with the words, so that machines read it, too."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage on standard error.
+
+        Raises:
+            InvalidRequestError: always.
+        """
+        self.print_usage(sys.stderr)
+        raise InvalidRequestError(f"{self.prog}: {message}", field="arguments")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,27 +76,37 @@ def run_verb(verb: str, words: Sequence[str]) -> int:
     """Parse the words of a verb and run it."""
     module_name, summary = VERBS[verb]
     module = importlib.import_module(f"epochless_vllm.cli.{module_name}")
-    parser = argparse.ArgumentParser(prog=f"epochless {verb}", description=module.__doc__ or summary)
+    parser = VerbParser(prog=f"epochless {verb}", description=module.__doc__ or summary)
     parser.add_argument("--json", action="store_true", help="print one JSON value for machines")
     module.configure(parser)
     # Taken out first, so that it may stand anywhere, also behind the action of a verb that has actions.
     output = Output(json="--json" in words)
     try:
         arguments = parser.parse_args([word for word in words if word != "--json"])
-    except SystemExit as stop:  # argparse has printed the help or what is wrong
-        return int(stop.code or 0)
-    try:
         status: int = module.run(arguments, output)
         sys.stdout.flush()
         return status
+    except SystemExit as stop:  # argparse has printed the help
+        return int(stop.code or 0)
     except EpochlessError as error:
         output.error(error)
         return 2 if isinstance(error, USAGE_ERRORS) else 1
     except BrokenPipeError:  # the reader, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return _abandon_output()
+    except OSError as error:  # a file that may not be looked at, or standard output on a full disk
+        if error.filename is not None:
+            output.error(storage_error(error, str(error.filename), "use it"))
+            return 1
+        sys.stderr.write(f"error: standard output: {error.strerror}\n")
+        return _abandon_output()
     except KeyboardInterrupt:
         return 130
+
+
+def _abandon_output() -> int:
+    """Let the interpreter end without flushing what nobody takes; return the exit status."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1
 
 
 if __name__ == "__main__":

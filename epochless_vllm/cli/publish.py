@@ -8,6 +8,7 @@ from pathlib import Path
 
 from epochless_vllm.cli.connection import add_server_options, connect, parse_step_option
 from epochless_vllm.cli.output import Output
+from epochless_vllm.protocol.names import parse_policy
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -21,6 +22,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, output: Output) -> int:
     """Publish and print the reply."""
+    parse_policy(arguments.policy)
     with connect(arguments) as client:
         if arguments.upload:
             reply = client.upload(arguments.policy, arguments.path, step=arguments.step)

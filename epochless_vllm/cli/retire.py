@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import time
 
 from epochless_vllm.cli.connection import add_server_options, connect
@@ -17,9 +18,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the verb's options."""
     parser.add_argument("model", help="a policy, policy-vN, policy@N or policy@sha256:<hex>")
     parser.add_argument(
-        "--wait", type=float, metavar="SECONDS", help="wait until the engines have let go, at most so long"
+        "--wait", type=parse_wait, metavar="SECONDS", help="wait until the engines have let go, at most so long"
     )
     add_server_options(parser)
+
+
+def parse_wait(text: str) -> float:
+    """Return a number of seconds given on the command line."""
+    if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds; give one such as 60")
+    return float(text)
 
 
 def run(arguments: argparse.Namespace, output: Output) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 from epochless_vllm.cli.connection import add_server_options, connect
 from epochless_vllm.cli.output import Output, short
+from epochless_vllm.protocol.names import parse_policy
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -19,6 +20,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, output: Output) -> int:
     """Print what the server describes."""
+    if arguments.policy is not None:
+        parse_policy(arguments.policy)
     with connect(arguments) as client:
         described = client.policies(arguments.policy)
     output.value(described)

@@ -9,6 +9,7 @@ import re
 from epochless_vllm.cli import fsck
 from epochless_vllm.cli.output import Output, short, size
 from epochless_vllm.durable import FileLock
+from epochless_vllm.store.permissions import require_private
 from epochless_vllm.store.revisions import RevisionStore
 
 SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
@@ -47,9 +48,11 @@ def run_collect(arguments: argparse.Namespace, output: Output) -> int:
 
     Raises:
         JournalError: a damaged journal cannot say what is held; nothing is removed.
+        StoreError: others may write to the store.
         StoreLockedError: a server runs, and the age is too short to be safe beside one.
     """
     root = fsck.open_root(arguments.store)
+    require_private(root)  # the journal decides what is removed
     lock = None
     if arguments.older_than < SAFE_AGE_S:
         lock = FileLock(root / "lock", purpose="epochless store collect")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from epochless_vllm.cli.output import Output
-from epochless_vllm.errors import InvalidRequestError
+from epochless_vllm.errors import InvalidRequestError, ReceiptError
 
 MAX_RECEIPT_BYTES = 256 << 20  # a verbose receipt of the longest context is far below
 # What precedes the 32 bytes of an Ed25519 key in a SubjectPublicKeyInfo, which PEM files hold.
@@ -98,7 +98,12 @@ def read_receipts(name: str, response: bytes | None) -> list[FoundReceipt]:
     payload = read_file(name, field="receipt")
     if payload.startswith(RECEIPT_STARTS) or response is not None:
         return [FoundReceipt(payload, response, None)]
-    return [FoundReceipt(each.receipt, payload, each.choice) for each in attested_choices(payload)]
+    try:
+        return [FoundReceipt(each.receipt, payload, each.choice) for each in attested_choices(payload)]
+    except ReceiptError as error:
+        raise ReceiptError(
+            f"{name}: no receipt, and as an answer of the server: {error.message}", **error.fields
+        ) from error
 
 
 def read_expectations(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -22,7 +22,12 @@ from urllib.parse import quote
 import httpx
 
 from epochless_vllm.client.replies import decode_json, decode_reply
-from epochless_vllm.errors import AdapterNotFoundError, ServerUnreachableError, WeightVersionNotReadyError
+from epochless_vllm.errors import (
+    AdapterNotFoundError,
+    InvalidRequestError,
+    ServerUnreachableError,
+    WeightVersionNotReadyError,
+)
 from epochless_vllm.wire import PublishReply, Reply, RetireReply, WeightInfo
 
 CONFIG_NAME, TENSORS_NAME = "adapter_config.json", "adapter_model.safetensors"
@@ -62,7 +67,7 @@ def retire_call(model: str) -> Call:
 
 def policies_call(policy: str | None) -> Call:
     """Return the request that describes all policies or one."""
-    return Call("GET", "/v1/policies" if policy is None else f"/v1/policies/{quote(policy)}", dict)
+    return Call("GET", "/v1/policies" if policy is None else _policy_path(policy), dict)
 
 
 def receipt_call(receipt_id: str, form: str) -> Call:
@@ -81,7 +86,12 @@ def weight_info_call(policy: str | None) -> Call:
 
 
 def _revisions(policy: str) -> str:
-    return f"/v1/policies/{quote(policy)}/revisions"
+    return f"{_policy_path(policy)}/revisions"
+
+
+def _policy_path(policy: str) -> str:
+    # A dotted part would be resolved on the way and another route called; written so, the server sees and refuses it.
+    return f"/v1/policies/{quote(policy).replace('.', '%2E')}"
 
 
 @contextmanager
@@ -108,13 +118,35 @@ def open_adapter(directory: Path | str) -> Iterator[dict[str, tuple[str, IO[byte
 
 
 def client_options(url: str, api_key: str | None, timeout_s: float) -> dict[str, Any]:
-    """Return httpx's options; without a key, ``VLLM_API_KEY`` of the environment is used."""
+    """Return httpx's options; without a key, ``VLLM_API_KEY`` of the environment is used.
+
+    Raises:
+        InvalidRequestError: the URL is none of a server, or the key cannot stand in a header.
+    """
     key = api_key or os.environ.get("VLLM_API_KEY")
+    if key and not (key.isascii() and key.isprintable() and key == key.strip()):
+        # Not repeated: it may be a key but for its line end.
+        raise InvalidRequestError(
+            "api_key: no header can carry it as it is; give the key alone, without spaces and line ends around it",
+            field="api_key",
+        )
+    try:
+        base = httpx.URL(url.rstrip("/").removesuffix("/v1"))
+    except httpx.InvalidURL as error:
+        raise _not_a_url(url, str(error)) from error
+    if base.scheme not in ("http", "https") or not base.host or base.query or base.fragment:
+        raise _not_a_url(url, "a scheme and a host are needed, and no query")
     return {
-        "base_url": url.rstrip("/").removesuffix("/v1"),
+        "base_url": base,
         "headers": {"Authorization": f"Bearer {key}"} if key else {},
         "timeout": httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S),
     }
+
+
+def _not_a_url(url: str, detail: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"url: {url[:200]!a} is not that of a server ({detail}); give one such as http://127.0.0.1:8000", field="url"
+    )
 
 
 def decode(call_reply: type[Any], response: httpx.Response) -> Any:

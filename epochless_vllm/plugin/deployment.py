@@ -8,16 +8,16 @@ earlier epoch is recognised. Wraps ``EngineArgs.create_engine_config``, which ev
 from __future__ import annotations
 
 import os
-import stat
 from pathlib import Path
 from typing import Any
 
 from epochless_vllm.durable import FileLock
-from epochless_vllm.errors import ConfigurationError, SeamError
+from epochless_vllm.errors import ConfigurationError, SeamError, StoreError
 from epochless_vllm.plugin.logs import logger
 from epochless_vllm.plugin.options import KEY, Options, options_of, parse_options
 from epochless_vllm.plugin.signer import ensure_key, key_path
 from epochless_vllm.store.base_model import BaseSettings, compute_base_digest
+from epochless_vllm.store.permissions import make_private_directory, require_private
 
 # "<owner's process id>:<epoch>"; children inherit it, and a process that finds its own id is an owner itself.
 EPOCH_VARIABLE = "EPOCHLESS_DEPLOYMENT"
@@ -93,11 +93,10 @@ def begin_deployment(config: Any, options: Options) -> None:
 
     Raises:
         StoreLockedError: another server holds the store.
-        ConfigurationError: the base digest cannot be computed, or everybody may write to the store.
+        ConfigurationError: the base digest cannot be computed, or the store is not the server's own.
     """
     store = Path(options.store)
-    store.mkdir(mode=0o700, parents=True, exist_ok=True)
-    refuse_open_store(store)
+    take_store(store)
     owner, _, _ = os.environ.get(EPOCH_VARIABLE, "").partition(":")
     owns = owner in ("", str(os.getpid())) or options.store in _locks
     if owns and options.store not in _locks:
@@ -119,21 +118,18 @@ def begin_deployment(config: Any, options: Options) -> None:
         os.environ[EPOCH_VARIABLE] = f"{os.getpid()}:{_begin_epoch(store)}"
 
 
-def refuse_open_store(store: Path) -> None:
-    """Require that not everybody may change the store, or what is directly in it.
+def take_store(store: Path) -> None:
+    """Make the store's directory if it is missing, and require that nobody but its owner may change it.
 
     Raises:
-        ConfigurationError: everybody may write there; what the journal says could be anybody's.
+        ConfigurationError: it cannot be made or read, or its group or everybody may write there: what the journal says
+            could then be anybody's.
     """
-    for path in (store, *sorted(store.iterdir())):
-        try:
-            mode = path.stat().st_mode
-        except FileNotFoundError:  # a side file of SQLite's that just went, or a link to nothing
-            continue
-        if mode & stat.S_IWOTH:
-            raise ConfigurationError(
-                f"--epochless-store {store}: everybody may write to {path}; run: chmod o-w {path}", flag="store"
-            )
+    try:
+        make_private_directory(store)
+        require_private(store)
+    except StoreError as error:
+        raise ConfigurationError(f"--epochless-store {error.message}", flag="store", **error.fields) from error
 
 
 def _begin_epoch(store: Path) -> int:

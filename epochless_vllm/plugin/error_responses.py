@@ -47,7 +47,10 @@ def describe_error(error: EpochlessError) -> dict[str, Any]:
 
 
 def _clip(value: Any) -> Any:
-    return value[:MAX_TEXT] + "…" if isinstance(value, str) and len(value) > MAX_TEXT else value
+    if not isinstance(value, str):
+        return value
+    clipped = value[:MAX_TEXT] + "…" if len(value) > MAX_TEXT else value
+    return clipped.encode("utf-8", "backslashreplace").decode()  # JSON may spell halves of characters, UTF-8 cannot
 
 
 def error_response(error: EpochlessError) -> Any:

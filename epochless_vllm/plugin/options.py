@@ -57,6 +57,10 @@ class Options:
         return asdict(self)
 
 
+def _is_path(value: object) -> bool:
+    return isinstance(value, str) and bool(value) and "\0" not in value
+
+
 def parse_options(value: object) -> Options:
     """Return checked options from the dictionary form.
 
@@ -68,7 +72,7 @@ def parse_options(value: object) -> Options:
     known = {item.name for item in fields(Options)}
     if unknown := sorted(set(value) - known):
         raise _refusal(unknown[0], f"is not an option; known: {', '.join(sorted(known))}")
-    if not isinstance(value.get("store"), str) or not value["store"]:
+    if not _is_path(value.get("store")):
         raise _refusal("store", "name a directory for revisions and the journal")
     for key, allowed in (("attest", ATTEST), ("mixed_rows", MIXED_ROWS), ("base_digest_mode", BASE_DIGEST)):
         if key in value and value[key] not in allowed:
@@ -77,14 +81,14 @@ def parse_options(value: object) -> Options:
     if keep is not None and (type(keep) is not int or not 1 <= keep <= 4096):
         raise _refusal("keep", "must be an integer from 1 to 4096, or null to keep all")
     import_root = value.get("import_root")
-    if import_root is not None and not Path(import_root).is_dir():
-        raise _refusal("import_root", f"{import_root} is not a directory")
+    if import_root is not None and not (_is_path(import_root) and Path(import_root).is_dir()):
+        raise _refusal("import_root", f"{import_root!a} is not a directory; name one that exists")
     if type(value.get("require_revision", False)) is not bool:
         raise _refusal("require_revision", "must be true or false")
     for key, least in (("receipts_bytes", 0), ("receipts_age", 1)):
         if key in value and (type(value[key]) is not int or not least <= value[key] < 1 << 53):
             raise _refusal(key, f"must be an integer of at least {least}")
-    if value.get("signing_key") is not None and (not isinstance(value["signing_key"], str) or not value["signing_key"]):
+    if value.get("signing_key") is not None and not _is_path(value["signing_key"]):
         raise _refusal("signing_key", "name the file of an Ed25519 private key in PEM")
     if value.get("attest", "none") != "none" and value.get("mixed_rows") == "stock":
         raise _refusal("attest", "not with --epochless-mixed-rows stock, which may sample base rows by an adapter")

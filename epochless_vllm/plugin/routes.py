@@ -44,7 +44,7 @@ from epochless_vllm.wire import (
 
 MAX_JSON_BYTES = 64 << 10
 # Below /v1/policies/. A policy may itself end in "/revisions": the last one that fits is ours.
-_REVISION = re.compile(r"(?P<policy>.+)/revisions/(?P<revision>sha256:[0-9a-f]{12,64}|[0-9]{1,16})")
+_REVISION = re.compile(r"(?P<policy>.+)/revisions/(?P<revision>sha256:[0-9a-f]{12,64}|0|[1-9][0-9]{0,15})")
 _REVISIONS = re.compile(r"(?P<policy>.+)/revisions/?")
 
 
@@ -93,6 +93,13 @@ async def describe_policy(request: Request, rest: str) -> JSONResponse:
     if match := _REVISION.fullmatch(rest):
         return JSONResponse(service.describe_revision(match["policy"], match["revision"]))
     policy_name = match["policy"] if (match := _REVISIONS.fullmatch(rest)) else rest
+    policy, slash, revision = policy_name.rpartition("/revisions/")
+    if slash and not service.state().publications.knows(policy_name):
+        raise InvalidRequestError(
+            f"revision: {revision[:80]!a} of {policy} is neither a step nor sha256: and 12 or more lowercase "
+            "hexadecimal digits",
+            field="revision",
+        )
     (described,) = service.describe(policy_name)["policies"]
     return JSONResponse(described)
 
@@ -114,13 +121,13 @@ async def weight_info(request: Request) -> JSONResponse:
     service = _served(request).service
     heads = service.state().heads
     policy = request.query_params.get("policy")
-    if policy is None and len(heads) > 1:
+    if not policy and len(heads) > 1:
         raise InvalidRequestError(
             f"policy: this server has {len(heads)} policies; name one, as in /weight_info?policy={min(heads)}",
             field="policy",
             candidates=sorted(heads),
         )
-    if policy is None and not heads:
+    if not policy and not heads:
         return JSONResponse(WeightInfo(weight_version=f"base:{service.base_digest}").model_dump())
     policy = policy or next(iter(heads))
     head = heads.get(policy)

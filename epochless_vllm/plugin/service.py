@@ -18,7 +18,7 @@ from epochless_vllm.plugin.options import Options, options_of
 from epochless_vllm.plugin.ranks import EngineRanks, Transport
 from epochless_vllm.protocol.names import parse_policy, split_versioned
 from epochless_vllm.protocol.publication import Publication, State
-from epochless_vllm.protocol.resolution import find_pinned, parse_constraint, resolve_model
+from epochless_vllm.protocol.resolution import find_pinned, parse_constraint, resolve_model, unknown_model
 from epochless_vllm.publication.coordinator import Coordinator, Draining, Published
 from epochless_vllm.publication.journal import Journal, JournalView
 from epochless_vllm.store.base_modules import read_base_modules
@@ -90,10 +90,7 @@ class PublicationService:
             return self._resolve_base(weight_version)
         publication = resolve_model(state, model, parse_constraint(weight_version))
         if publication is None:
-            raise UnknownRevisionError(
-                f"The model `{model}` does not exist: no policy of that name; GET /v1/models lists what is served",
-                model=model,
-            )
+            raise unknown_model(state, model)
         if weight_version is None:
             self._resolved[model] = publication
         return publication
@@ -195,7 +192,9 @@ class PublicationService:
             return self.coordinator.retire(model, None)
         publication = find_pinned(state, model)
         if publication is None:
-            raise UnknownRevisionError(f"The lora adapter '{model}' cannot be found.", model=model)
+            raise UnknownRevisionError(
+                f"The lora adapter '{model}' cannot be found. {unknown_model(state, model).message}", model=model
+            )
         return self.coordinator.retire(publication.policy, publication.revision_id)
 
     def pump(self) -> int:

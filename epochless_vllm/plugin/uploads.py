@@ -135,7 +135,7 @@ async def receive_upload(content_type: str, body: AsyncIterator[bytes], director
         UploadTooLargeError: a part is larger than an adapter's may be.
         StoreError: the disk refuses; StorageFullError when it is full but for what the journal may need.
     """
-    from python_multipart.exceptions import MultipartParseError
+    from python_multipart.exceptions import FormParserError
     from python_multipart.multipart import MultipartParser, parse_options_header
 
     media_type, options = parse_options_header(content_type)
@@ -165,7 +165,7 @@ async def receive_upload(content_type: str, body: AsyncIterator[bytes], director
             raise InvalidRequestError("body: the multipart body is cut short; send it whole", field="body")
         for file in parts.upload.files.values():
             file.seek(0)
-    except MultipartParseError as error:
+    except FormParserError as error:  # of a boundary, too
         parts.upload.close()
         raise InvalidRequestError(f"body: not well-formed multipart ({error})", field="body") from error
     except OSError as error:

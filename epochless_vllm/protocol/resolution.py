@@ -80,6 +80,20 @@ def find_pinned(state: State, model: str) -> Publication | None:
     return _resolve_pin(state, model, pin)
 
 
+def unknown_model(state: State, model: str) -> UnknownRevisionError:
+    """Return the error of a model string that names nothing; of a known policy's pin it says how pins are spelled."""
+    policy, at, _ = model.partition("@")
+    if at and state.publications.knows(policy):
+        return UnknownRevisionError(
+            f"model {model}: is no pin of policy {policy}; give {policy}@sha256:<12 or more lowercase hexadecimal "
+            f"digits> or {policy}@<step>",
+            model=model,
+        )
+    return UnknownRevisionError(
+        f"The model `{model}` does not exist: no policy of that name; GET /v1/models lists what is served", model=model
+    )
+
+
 def _resolve_policy(state: State, policy: str, constraint: VersionConstraint | None) -> Publication:
     head = state.head(policy)
     if head is None:

@@ -35,6 +35,7 @@ from epochless_vllm.store.blobs import ReadInto, Watcher, copy_tensors, create_f
 from epochless_vllm.store.documents import MAX_BYTES, parse_document
 from epochless_vllm.store.incoming import Incoming, list_names, storage_errors
 from epochless_vllm.store.lora_config import AdapterConfig
+from epochless_vllm.store.permissions import make_private_directory
 from epochless_vllm.store.reports import CollectReport, Damage, FsckReport
 from epochless_vllm.store.safetensors import read_header
 from epochless_vllm.store.sources import CONFIG_NAME, TENSORS_NAME, open_adapter_directory
@@ -93,8 +94,7 @@ class RevisionStore:
         self._max_adapter_bytes = max_adapter_bytes
         self._base_modules = base_modules
         for directory in (self.root, self._revisions, self._incoming.path):
-            with storage_errors(directory, "make the directory"):
-                directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private_directory(directory)
         fsync_directory(self.root)
 
     # Writing

@@ -40,12 +40,16 @@ def read_choices(payload: bytes) -> list[dict[str, Any]]:
     if not lines:
         return _choices(_parse(payload))
     joined: dict[int, dict[str, Any]] = {}
+    failure: ReceiptError | None = None
     for line in lines:
         event = line[len(_EVENT) :].strip() if line.startswith(_EVENT) else b""
         if event and event != _END:
             value = _parse(event)
+            failure = failure or _failure_of(value)
             for choice in _choices(value) if "choices" in value else ():
                 _join(joined, choice)
+    if not joined and failure is not None:
+        raise failure
     return list(joined.values())
 
 
@@ -99,8 +103,15 @@ def _join(joined: dict[int, dict[str, Any]], chunk: dict[str, Any]) -> None:
 def _choices(value: dict[str, Any]) -> list[dict[str, Any]]:
     choices = value.get("choices")
     if not isinstance(choices, list):
-        raise refusal("no choices")
+        raise _failure_of(value) or refusal("no choices")
     return [item for item in choices if isinstance(item, dict)]
+
+
+def _failure_of(value: dict[str, Any]) -> ReceiptError | None:
+    """Return what to say of an answer that is an error of the server's: it was asked in vain, and claims nothing."""
+    error = value.get("error")
+    message = error.get("message") if isinstance(error, dict) else error
+    return refusal(f"it is an error, {message[:200]!a}; ask again") if isinstance(message, str) else None
 
 
 def _parse(payload: bytes) -> dict[str, Any]:

@@ -76,16 +76,16 @@ class Expected:
     def check_header(self, header: Header) -> None:
         """Raise ReceiptError where a header contradicts what is expected."""
         prompt = None if self.prompt_token_ids is None else prompt_digest(self.prompt_token_ids)
-        for wanted, actual, threat in (
-            (self.nonce, header.nonce, "nonce_mismatch"),
-            (self.request_id, header.request_id, "request_id_mismatch"),
-            (self.base, header.base, "base_mismatch"),
-            (self.tokenizer, header.tokenizer, "tokenizer_mismatch"),
-            (prompt, header.prompt, "prompt_mismatch"),
-            (self.seed_commitment, header.commitment, "seed_commitment"),
+        for subject, wanted, actual, threat in (
+            ("nonce", self.nonce, header.nonce, "nonce_mismatch"),
+            ("request id", self.request_id, header.request_id, "request_id_mismatch"),
+            ("base", self.base, header.base, "base_mismatch"),
+            ("tokenizer", self.tokenizer, header.tokenizer, "tokenizer_mismatch"),
+            ("prompt", prompt, header.prompt, "prompt_mismatch"),
+            ("seed commitment", self.seed_commitment, header.commitment, "seed_commitment"),
         ):
             if wanted is not None and wanted != actual:
-                raise ReceiptError(f"expected {wanted}, the receipt says {actual}", threat=threat)
+                raise ReceiptError(f"{subject}: expected {wanted}, the receipt says {actual}", threat=threat)
         if self.prompt_token_ids is not None and len(self.prompt_token_ids) != header.prompt_length:
             raise ReceiptError("the prompt has another length", threat="prompt_mismatch")
         if self.sampler is not None and any(sampler != self.sampler for sampler in header.samplers):
@@ -94,16 +94,20 @@ class Expected:
     def check_final(self, header: Header, final: Final, table: Sequence[str]) -> None:
         """Raise ReceiptError where a final record contradicts what is expected; ``table`` holds revision names."""
         if self.receipt_id is not None and self.receipt_id != final.receipt_id:
-            raise ReceiptError(f"expected {self.receipt_id}, this is {final.receipt_id}", threat="receipt_id")
+            raise ReceiptError(
+                f"receipt id: expected {self.receipt_id}, this is {final.receipt_id}", threat="receipt_id"
+            )
         if self.seed is not None and self.seed != final.seed:
-            raise ReceiptError("the draws do not come from the request's seed", threat="seed_mismatch")
+            raise ReceiptError("seed: the draws do not come from the one given", threat="seed_mismatch")
         if self.revisions is not None and (strangers := set(table) - self.revisions):
-            raise ReceiptError(f"{min(strangers)} was not expected to serve", threat="revision_mismatch")
+            raise ReceiptError(f"revision: {min(strangers)} was not expected to serve", threat="revision_mismatch")
         if self.claims is not None:
             self._check_claims(self.claims, final, table)
         reason = final.finish_reason.split("_")[0]  # the response says "stop" for stop tokens and stop strings alike
         if self.finish_reason is not None and self.finish_reason != reason:
-            raise ReceiptError(f"expected to finish by {self.finish_reason}, not {reason}", threat="finish_mismatch")
+            raise ReceiptError(
+                f"finish reason: expected {self.finish_reason}, the receipt says {reason}", threat="finish_mismatch"
+            )
 
     @staticmethod
     def _check_claims(claims: ResponseClaims, final: Final, table: Sequence[str]) -> None:

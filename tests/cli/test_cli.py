@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -251,6 +252,73 @@ def test_fsck_finds_a_flipped_byte_a_missing_revision_and_a_stray(run: Any, tmp_
     shown = run("fsck", root).out
     assert "missing" in shown
     assert "stray" in shown
+
+
+@pytest.mark.parametrize("name", [".", "journal.sqlite", "revisions"])
+def test_a_store_that_a_group_may_write_to_is_found_and_its_journal_removes_nothing(
+    run: Any, tmp_path: Path, name: str
+) -> None:
+    root = tmp_path / "store"
+    publish_offline(root, make_adapter(tmp_path / "a", seed=1), 1)
+    (root / name).chmod(0o770)
+    found = run("fsck", root, "--json")
+    assert (found.status, found.json["sound"]) == (1, False)
+    assert [item["path"] for item in found.json["shared"]] == [str(root / name)]
+    assert f"run: chmod g-w {root / name}\n" in run("fsck", root).out
+    assert run("doctor", "--store", root, "--json").status == 1
+    refused = run("store", "collect", root, "--older-than", "7d")
+    assert refused.status == 1
+    assert f"run: chmod g-w {root / name}" in refused.err
+    for path in (root, *root.iterdir()):  # side files that SQLite made meanwhile have the journal's mode
+        path.chmod(path.stat().st_mode & ~0o020)
+    assert run("fsck", root).status == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "about"),
+    [
+        (("publish", "policy"), "path"),
+        (("publish", "", "x"), "policy"),
+        (("publish", "../models", "x"), "policy"),
+        (("publish", "policy", "x", "--step", "-1"), "--step"),
+        (("revisions", ""), "policy"),
+        (("revisions", "--url", "host:8000"), "url"),
+        (("retire", "policy", "--wait", "nan"), "--wait"),
+        (("retire", "policy", "--wait", "-1"), "--wait"),
+        (("store",), "fsck|collect"),
+        (("store", "collect", "x", "--older-than", "soon"), "--older-than"),
+        (("patch", "mend"), "mend"),
+        (("verify",), "receipt"),
+    ],
+)
+def test_wrong_words_are_usage_for_people_and_for_machines(run: Any, words: tuple[str, ...], about: str) -> None:
+    told = run(*words)
+    assert (told.status, told.out) == (2, "")
+    assert about in told.err.splitlines()[-1]
+    coded = run(*words, "--json")
+    assert coded.status == 2
+    assert about in coded.json["error"]["message"]
+
+
+def test_a_file_that_may_not_be_looked_at_is_named(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: str) -> Path:
+        raise PermissionError(errno.EACCES, "Permission denied", f"{path}/revisions")
+
+    monkeypatch.setattr("epochless_vllm.cli.fsck.open_root", refuse)
+    refused = run("fsck", "store")
+    assert refused.status == 1
+    assert refused.err.startswith("error: store/revisions: cannot use it: Permission denied; let the user")
+    assert run("fsck", "store", "--json").json["error"]["path"] == "store/revisions"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_a_full_disk_behind_standard_output_is_said_in_words(tmp_path: Path, options: tuple[str, ...]) -> None:
+    adapter = make_adapter(tmp_path / "a", seed=1)
+    command = [sys.executable, "-m", "epochless_vllm.cli.main", "inspect", str(adapter), *options]
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (1, "error: standard output: No space left on device\n")
 
 
 def test_fsck_finds_a_damaged_journal(run: Any, tmp_path: Path) -> None:

@@ -153,3 +153,46 @@ def test_every_receipt_of_an_answer_is_verified_against_it(run: Any, tmp_path: P
     file.write_text(json.dumps({"choices": [{"index": 0}]}))
     status, out, _ = run(str(file), "--json")
     assert (status, json.loads(out)["error"]["threat"]) == (1, "response_form")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b'{"error": {"message": "walker has no step 9", "code": 404}}',
+        b'data: {"error": {"message": "walker has no step 9", "code": 404}}\n\ndata: [DONE]\n\n',
+        b'{"error": "walker has no step 9"}',
+    ],
+)
+def test_an_answer_that_is_an_error_is_shown_as_one(run: Any, tmp_path: Path, answer: bytes) -> None:
+    file = tmp_path / "answer.json"
+    file.write_bytes(answer)
+    status, _, err = run(file)
+    assert status == 1
+    assert err.startswith(f"error: {file}: no receipt")
+    assert "it is an error, 'walker has no step 9'" in err
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00" * 100, b"[]", b"data: {}", b"<html>"])
+def test_a_file_that_is_neither_receipt_nor_answer_is_named(run: Any, tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "what"
+    file.write_bytes(content)
+    status, out, _ = run(file, "--json")
+    assert (status, json.loads(out)["error"]["threat"]) == (1, "response_form")
+    assert json.loads(out)["error"]["message"].startswith(f"{file}: no receipt")
+
+
+@pytest.mark.parametrize(
+    ("option", "subject"),
+    [
+        ("--nonce", "nonce"),
+        ("--request-id", "request id"),
+        ("--base", "base"),
+        ("--receipt-id", "receipt id"),
+        ("--revision", "revision"),
+        ("--seed-commitment", "seed commitment"),
+    ],
+)
+def test_what_is_not_as_expected_is_named(run: Any, option: str, subject: str) -> None:
+    status, _, err = run(VECTORS / "unseeded.json", option, "another")
+    assert status == 1
+    assert err.startswith(f"error: {subject}: ")

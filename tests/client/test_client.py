@@ -321,3 +321,41 @@ def test_receipts_and_the_key_are_fetched(tmp_path: Path) -> None:
         attestor.sink.close()
 
     with_client(tmp_path / "store", scenario)
+
+
+def test_a_dotted_policy_reaches_the_server_as_it_was_given(tmp_path: Path) -> None:
+    adapter = make_adapter(tmp_path / "a", seed=1)
+
+    async def scenario(client: AsyncEpochlessClient, front: FrontEnd) -> None:
+        assert (await client.publish("team/v1.5", adapter)).policy == "team/v1.5"
+        assert (await client.policies("team/v1.5"))["policy"] == "team/v1.5"
+        for policy in ("team/./x", "a/../b", "../receipts"):
+            with pytest.raises(InvalidRequestError, match=r"dotted path part|is not a policy name"):
+                await client.publish(policy, adapter)
+            with pytest.raises(InvalidRequestError):
+                await client.upload(policy, adapter)
+        with pytest.raises(UnknownRevisionError, match=r"policy \.\./receipts/key"):
+            await client.policies("../receipts/key")
+        assert [item["policy"] for item in (await client.policies())["policies"]] == ["team/v1.5"]
+
+    with_client(tmp_path / "store", scenario)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["", "host:8000", "http://", "ftp://host/", "http://[::1", "http://a\nb", "http://:::1/", "http://host/?x=1"],
+)
+def test_what_is_no_url_of_a_server_is_refused_by_name(url: str) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^url: .* give one such as http://127.0.0.1:8000$") as caught:
+        EpochlessClient(url)
+    assert caught.value.fields["field"] == "url"
+
+
+@pytest.mark.parametrize("key", ["sk-secret\n", "sk-secret ", "sk-secret\r\nX: y", "sk-secr\u00e9t", "sk-secret\x00"])
+def test_a_key_that_no_header_can_carry_is_refused_and_not_repeated(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^api_key: ") as caught:
+        EpochlessClient("http://host", api_key=key)
+    assert "sk-" not in str(caught.value)
+    monkeypatch.setattr("os.environ", {"VLLM_API_KEY": key})
+    with pytest.raises(InvalidRequestError, match=r"^api_key: "):
+        EpochlessClient("http://host")

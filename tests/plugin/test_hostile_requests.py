@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,21 @@ from urllib.parse import quote
 
 import pytest
 
-from epochless_vllm.errors import ConfigurationError, StorageFullError
+from epochless_vllm.durable import FileLock
+from epochless_vllm.errors import ConfigurationError, StorageFullError, StoreError, UnknownRevisionError
 from epochless_vllm.plugin import uploads
-from epochless_vllm.plugin.deployment import refuse_open_store
+from epochless_vllm.plugin.deployment import take_store
+from epochless_vllm.plugin.error_responses import json_response
+from epochless_vllm.plugin.options import Options
+from epochless_vllm.plugin.signer import ensure_key
+from epochless_vllm.plugin.sink import Entry, ReceiptSink
+from epochless_vllm.publication.journal import Journal
 from epochless_vllm.store import sources
+from epochless_vllm.store.base_model import BaseSettings, compute_base_digest
+from epochless_vllm.store.revisions import RevisionStore
 from tests.adapters import make_adapter
 from tests.plugin.front_end import FrontEnd, run_front_end
+from tests.tiny_model import make_model
 
 KEY = "sk-a-key-that-must-not-be-told"
 SECRET = "what only the server may read"
@@ -211,20 +221,61 @@ def test_what_a_server_writes_is_its_own(tmp_path: Path) -> None:
     assert shared == set(), shared
 
 
-def test_a_store_everybody_may_write_to_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("bits", "writers", "change"),
+    [(0o020, "its group", "g-w"), (0o002, "everybody", "o-w"), (0o022, "its group and everybody", "go-w")],
+)
+def test_a_store_that_others_may_write_to_is_refused(tmp_path: Path, bits: int, writers: str, change: str) -> None:
     journal, revisions = tmp_path / "journal.sqlite", tmp_path / "revisions"
     journal.touch(mode=0o600)
     revisions.mkdir(mode=0o700)
     (tmp_path / "link").symlink_to("/nowhere")
-    refuse_open_store(tmp_path)
+    take_store(tmp_path)
     for path in (tmp_path, journal, revisions):
         mode = path.stat().st_mode
-        path.chmod(mode | 0o002)
-        with pytest.raises(ConfigurationError, match=f"chmod o-w {path}$") as caught:
-            refuse_open_store(tmp_path)
+        path.chmod(mode | bits)
+        remedy = f"{writers} may write to {path}; run: chmod {change} {path}$"
+        with pytest.raises(ConfigurationError, match=remedy) as caught:
+            take_store(tmp_path)
+        assert (caught.value.fields["flag"], caught.value.fields["path"]) == ("store", str(path))
+        subprocess.run(["chmod", change, str(path)], check=True)
+        take_store(tmp_path)
+        assert path.stat().st_mode == mode
+
+
+@pytest.mark.parametrize("umask", [0o002, 0o000])
+def test_a_new_store_is_its_owners_alone_whatever_the_umask(tmp_path: Path, umask: int) -> None:
+    store = tmp_path / "a" / "b" / "store"
+    options = Options(store=str(store))
+    before = os.umask(umask)
+    try:
+        take_store(store)
+        FileLock(store / "lock", purpose="test").release()
+        make_model(tmp_path / "model")
+        compute_base_digest(tmp_path / "model", BaseSettings("float32").encode(), mode="full", cache_directory=store)
+        ensure_key(options)
+        RevisionStore(store).ingest_directory(make_adapter(tmp_path / "adapter", seed=1))
+        Journal(store / "journal.sqlite").close()
+        sink = ReceiptSink(store, max_bytes=1 << 20, max_age_s=60)
+        assert sink.submit(lambda: Entry("sha256:1", "cmpl-1", 0, 0, "stop", 1, b"x")).result(60).kept
+        take_store(store)
+        sink.close()
+    finally:
+        os.umask(before)
+    made = [tmp_path / "a", tmp_path / "a" / "b", store, *store.rglob("*")]
+    assert {"base-digests.json", "signing-key.pem", "receipts.sqlite", "journal.sqlite"} <= {path.name for path in made}
+    assert [path for path in made if path.lstat().st_mode & 0o022] == []
+    take_store(store)
+
+
+def test_a_store_that_is_no_directory_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for store in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigurationError, match=f"--epochless-store {store}: .*; name a directory$") as caught:
+            take_store(store)
         assert caught.value.fields["flag"] == "store"
-        path.chmod(mode)
-    refuse_open_store(tmp_path)
+    with pytest.raises(StoreError, match=r"cannot open the lock file: Not a directory; name a directory$"):
+        FileLock(tmp_path / "file" / "lock", purpose="test")
 
 
 def test_the_request_that_published_is_not_in_the_way_of_the_next(tmp_path: Path, place: Path) -> None:
@@ -234,3 +285,10 @@ def test_the_request_that_published_is_not_in_the_way_of_the_next(tmp_path: Path
             assert answer.status_code == 200
 
     run_front_end(tmp_path / "store", scenario, import_root=str(place))
+
+
+def test_an_answer_repeats_half_a_character_in_words() -> None:
+    """JSON may spell a lone surrogate, which no UTF-8 answer can carry."""
+    answer = json_response(UnknownRevisionError("model \ud800: none", model="\ud800", field="\ud800"))
+    error = json.loads(bytes(answer.body))["error"]
+    assert (error["message"], error["model"], error["param"]) == ("model \\ud800: none", "\\ud800", "\\ud800")

@@ -271,6 +271,7 @@ def test_a_versioned_name_in_the_path_is_a_step_too(tmp_path: Path) -> None:
         ("cut", 400, "body"),
         ("not multipart", 400, "content-type"),
         ("garbage", 400, "body"),
+        ("long boundary", 400, "body"),
         ("header bomb", 400, "body"),
     ],
 )
@@ -303,6 +304,8 @@ def test_a_malformed_upload_is_refused_and_leaves_no_file(
         body = body[:-200]
     if change == "not multipart":
         content_type = "multipart/form-data"
+    if change == "long boundary":
+        content_type = f"multipart/form-data; boundary={'b' * 5000}"
     if change == "garbage":
         body = b"\xff" * 4096
     if change == "header bomb":
@@ -341,6 +344,23 @@ def test_policies_are_described_whole_one_by_one_and_by_revision(tmp_path: Path)
     run_front_end(tmp_path / "store", scenario)
 
 
+@pytest.mark.parametrize("revision", ["03", "x", "sha256:abc", "sha256:" + "A" * 64, "3/"])
+def test_a_revision_that_no_pin_spells_is_refused_with_the_spelling(tmp_path: Path, revision: str) -> None:
+    adapter = make_adapter(tmp_path / "a", seed=1)
+
+    async def scenario(front: FrontEnd) -> None:
+        await publish(front, adapter, "a", step=3)
+        await publish(front, adapter, f"b/revisions/{revision}".rstrip("/"), step=3)
+        response = await front.http.get(f"/v1/policies/a/revisions/{revision}")
+        assert response.status_code == 400, response.text
+        assert error_of(response)["param"] == "revision"
+        assert "sha256: and 12 or more" in error_of(response)["message"]
+        assert (await front.http.delete(f"/v1/policies/a/revisions/{revision}")).status_code == 400
+        assert (await front.http.get("/v1/policies/a/revisions/3")).json()["step"] == 3
+
+    run_front_end(tmp_path / "store", scenario)
+
+
 @pytest.mark.parametrize("route", ["/weight_info", "/get_weight_version"])
 def test_weight_info_names_the_base_then_the_only_head_and_asks_when_there_are_several(
     tmp_path: Path, route: str
@@ -356,6 +376,7 @@ def test_weight_info_names_the_base_then_the_only_head_and_asks_when_there_are_s
         refused = await front.http.get(route)
         assert refused.status_code == 400
         assert error_of(refused)["candidates"] == ["a", "b"]
+        assert (await front.http.get(f"{route}?policy=")).json() == refused.json()  # as if it were left out
         assert (await front.http.get(route, params={"policy": "b"})).json()["sequence"] == 2
 
     run_front_end(tmp_path / "store", scenario)

@@ -17,7 +17,13 @@ from epochless_vllm.errors import (
 )
 from epochless_vllm.protocol.manifest import RevisionId
 from epochless_vllm.protocol.publication import STORE_RANK, Quarantined, RetireBegan, State
-from epochless_vllm.protocol.resolution import VersionConstraint, find_pinned, parse_constraint, resolve_model
+from epochless_vllm.protocol.resolution import (
+    VersionConstraint,
+    find_pinned,
+    parse_constraint,
+    resolve_model,
+    unknown_model,
+)
 from tests.protocol.test_publication import fold, publish, retire
 
 R1, R2, R3 = (RevisionId("sha256:" + head * 12 + tail * 52) for head, tail in (("a", "1"), ("a", "2"), ("b", "3")))
@@ -202,3 +208,12 @@ def test_every_refusal_repeats_the_model_string(state: State, model: str) -> Non
         resolve_model(state, model)
     assert caught.value.message.startswith(f"model {model}: ")
     assert caught.value.describe()["model"] == model
+
+
+@pytest.mark.parametrize("model", ["p@", "p@020", "p@-1", "p@sha256:zz", f"p@sha256:{'A' * 64}", "p@latest"])
+def test_a_pin_of_a_known_policy_that_is_none_is_told_how_pins_are_spelled(state: State, model: str) -> None:
+    assert resolve_model(state, model) is None
+    message = unknown_model(state, model).message
+    assert model in message
+    assert "p@sha256:<12 or more lowercase hexadecimal digits> or p@<step>" in message
+    assert "no policy of that name" in unknown_model(state, "q@1").message
