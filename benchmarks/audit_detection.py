@@ -2,13 +2,13 @@
 
     python benchmarks/audit_detection.py [--quick] [--reuse]
 
-A trained byte-level Llama with a trained adapter, served by vLLM on the CPU in float32 and in bfloat16. The engine's
-own logits make honest receipts and dishonest ones: each cheat is really computed, and the receipt claims the honest
-setting. Every receipt is audited with the default tolerance of its dtype; a cheat's figure is the shortest opening of a
-response at which the audit refuses it. ``together`` is for what no single response gives away: half of the honest
-responses say what rounding makes here, the mean error allowed is a twentieth above it, and the figure is how many
-tokens of successive responses it takes; the other half must pass. Engines run in processes of their own; the whole
-takes some ten minutes.
+A trained byte-level Llama with a trained adapter, served by vLLM on the CPU with Epochless's operations over rows of
+adapters, in float32 and in bfloat16. The engine's own logits make honest receipts and dishonest ones: each cheat is
+really computed, and the receipt claims the honest setting. Every receipt is audited with the defaults; a cheat's figure
+is the shortest opening of a response at which the audit refuses it. ``together`` is for what single responses do not
+give away: how many tokens of successive responses it takes, audited at once. Honest responses come from an eager and
+from a compiled engine; none may be refused, alone or after any number of successive tokens. Engines run in processes of
+their own; the whole takes some fifteen minutes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import platform
 import shutil
 import statistics
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from epochless_vllm.store.revisions import RevisionStore  # noqa: E402
 from epochless_vllm.verify.findings import WINDOW, summarise  # noqa: E402
 from epochless_vllm.verify.receipt import verify_receipt  # noqa: E402
 from epochless_vllm.verify.replay import Auditor  # noqa: E402
+from epochless_vllm.verify.series import LIMIT, Series, add_up  # noqa: E402
 from tests.reference.engine_child import make_plan, start  # noqa: E402
 from tests.reference.trained import prompts, train, train_further  # noqa: E402
 from tests.verify.replay_factory import base_of  # noqa: E402
@@ -50,6 +51,7 @@ HONEST_SAMPLERS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.6, "min_p": 0.05},
 )
 MISSING = "model.layers.1.self_attn.q_proj"
+HONEST, COMPILED = "honest", "honest, compiled"
 DTYPES = ("float32", "bfloat16")
 LENGTH = 400  # tokens of a response
 
@@ -88,7 +90,7 @@ def make_plans(dtype: str, quick: bool) -> tuple[list[dict[str, Any]], str]:
     store = RevisionStore(folder / "store")
     revision = store.ingest_directory(adapter).revision_id
     base = base_of(model, folder, dtype)
-    honest_count, cheat_count = (6, 2) if quick else (32, 8)
+    honest_count, cheat_count = (6, 2) if quick else (64, 8)
     texts = prompts(honest_count)
 
     def request(at: int, **fields: Any) -> dict[str, Any]:
@@ -100,12 +102,13 @@ def make_plans(dtype: str, quick: bool) -> tuple[list[dict[str, Any]], str]:
 
     honest = []
     for at in range(honest_count):
-        fields: dict[str, Any] = {"sampler": HONEST_SAMPLERS[at % 5], "kind": "honest"}
+        fields: dict[str, Any] = {"sampler": HONEST_SAMPLERS[at % 5], "kind": HONEST}
         if at // 5 % 2:
             fields |= {"revision": None, "adapter": None}
         honest.append(request(at, **fields))
     scaled = change_adapter(adapter, folder / "scaled", alpha=1.01)
     without = change_adapter(adapter, folder / "without", without=MISSING)
+    compiled = [each | {"kind": COMPILED} for each in honest]
     requests = [
         *honest,
         *cheat("another revision", adapter=str(BUILD / "trained" / "next")),
@@ -115,13 +118,13 @@ def make_plans(dtype: str, quick: bool) -> tuple[list[dict[str, Any]], str]:
         *cheat("one LoRA module missing", adapter=str(without)),
         *cheat("adapter scaled by 1.01", adapter=str(scaled)),
     ]
-    common = {"dtype": dtype, "base": base}
+    common = {"dtype": dtype, "base": base, "grouped": True}
     quantised = quantise_model(model, folder / "quantised")
+    later = train_further(BUILD / "trained")
     return [
         make_plan(f"{dtype}-main", model, adapter, recorded=requests, **common),
-        make_plan(
-            f"{dtype}-later", train_further(BUILD / "trained"), adapter, recorded=cheat("another base"), **common
-        ),
+        make_plan(f"{dtype}-compiled", model, adapter, recorded=compiled, compiled=True, **common),
+        make_plan(f"{dtype}-later", later, adapter, recorded=cheat("another base"), **common),
         make_plan(f"{dtype}-base", quantised, adapter, recorded=cheat("base quantised to 8 bits"), **common),
         make_plan(f"{dtype}-kv", model, adapter, recorded=cheat("KV quantised to fp8"), kv_cache_dtype="fp8", **common),
     ], base
@@ -141,17 +144,18 @@ def tokens_to_refusal(receipt: Any, auditor: Auditor, results: dict[int, RowResu
     return refused_at
 
 
-def tokens_together(auditor: Auditor, drift: float, responses: list[dict[int, RowResult]]) -> int | None:
-    """Return how many tokens of successive responses it takes for their mean error to pass what is allowed."""
-    total, rows, tokens = 0.0, 0, 0
-    allowed = replace(auditor.tolerance, drift=drift)
+def tokens_together(auditor: Auditor, responses: list[dict[int, RowResult]]) -> int | None:
+    """Return how many tokens of successive responses, audited at once, it takes to refuse them."""
+    total, rows, tokens, series = 0.0, 0, 0, Series()
     for results in responses:
         for at in sorted(results):
-            tokens += 1
-            error = results[at].error
-            if error is not None:
-                total, rows = total + error**2, rows + 1
-            if results[at].fault is not None or (rows >= WINDOW and (total / rows) ** 0.5 > allowed.drift_of(rows)):
+            tokens, row = tokens + 1, results[at]
+            if row.error is not None:
+                total, rows = total + row.error**2, rows + 1
+            if row.contrast is not None:
+                series = series.plus(add_up([row.contrast]))
+            drifts = rows >= WINDOW and (total / rows) ** 0.5 > auditor.tolerance.drift_of(rows)
+            if row.fault is not None or drifts or series.lie is not None:
                 return tokens
     return None
 
@@ -159,6 +163,29 @@ def tokens_together(auditor: Auditor, drift: float, responses: list[dict[int, Ro
 def root_mean_square(responses: list[dict[int, RowResult]]) -> float:
     errors = [row.error for results in responses for row in results.values() if row.error is not None]
     return float(np.sqrt(np.mean(np.square(errors))))
+
+
+def scores_of(responses: list[dict[int, RowResult]]) -> dict[str, float]:
+    return add_up(row.contrast for results in responses for row in results.values() if row.contrast).scores
+
+
+def honest_figures(auditor: Auditor, responses: list[tuple[Any, dict[int, RowResult]]]) -> dict[str, Any]:
+    """Return what the audit makes of honest responses."""
+    replays = [summarise(receipt, auditor.tolerance, results, {}) for receipt, results in responses]
+    rows = [results for _, results in responses]
+    return {
+        "tokens": sum(each.compared for each in replays),
+        "responses": len(replays),
+        "refused": sum(bool(each.faults) for each in replays),
+        "exact": sum(each.exact for each in replays),
+        "membership_flips": sum(each.flips for each in replays),
+        "worst_ratio": max(each.worst_ratio[0] for each in replays),
+        "worst_nats": max(each.worst_nats[0] for each in replays),
+        "worst_score": max(max(each.series.scores.values()) for each in replays if each.drift_rows),
+        "drift": root_mean_square(rows),
+        "scores": scores_of(rows),
+        "refused_together": tokens_together(auditor, rows),
+    }
 
 
 def measure(dtype: str, quick: bool, reuse: bool) -> dict[str, Any]:
@@ -174,24 +201,11 @@ def measure(dtype: str, quick: bool, reuse: bool) -> dict[str, Any]:
             receipt = verify_receipt(Path(each["receipt"]).read_bytes(), keep_blocks=True)
             results, _ = auditor.compare(receipt, each["prompt"])
             by_kind.setdefault(each["kind"], []).append((receipt, results))
-    honest = by_kind.pop("honest")
-    replays = [summarise(receipt, auditor.tolerance, results, {}) for receipt, results in honest]
-    rows = [results for _, results in honest]
-    own_drift = 1.05 * root_mean_square(rows[::2])
     figures: dict[str, Any] = {
         "tolerance": asdict(auditor.tolerance),
-        "honest": {
-            "tokens": sum(each.compared for each in replays),
-            "responses": len(replays),
-            "refused": sum(bool(each.faults) for each in replays),
-            "exact": sum(each.exact for each in replays),
-            "membership_flips": sum(each.flips for each in replays),
-            "worst_ratio": max(each.worst_ratio[0] for each in replays),
-            "worst_nats": max(each.worst_nats[0] for each in replays),
-            "drift": root_mean_square(rows),
-            "allowed_together": own_drift,
-            "refused_together": tokens_together(auditor, own_drift, rows[1::2]),
-        },
+        "score_limit": LIMIT,
+        "honest": honest_figures(auditor, by_kind.pop(HONEST)),
+        "compiled": honest_figures(auditor, by_kind.pop(COMPILED)),
         "cheats": {},
     }
     for kind, responses in by_kind.items():
@@ -203,7 +217,8 @@ def measure(dtype: str, quick: bool, reuse: bool) -> dict[str, Any]:
             "median_tokens": statistics.median(found) if found else None,
             "most_tokens": found[-1] if found else None,
             "drift": root_mean_square([results for _, results in responses]),
-            "tokens_together": tokens_together(auditor, own_drift, [results for _, results in responses]),
+            "scores": scores_of([results for _, results in responses]),
+            "tokens_together": tokens_together(auditor, [results for _, results in responses]),
         }
     return figures
 
@@ -222,9 +237,11 @@ def render_table(result: dict[str, Any]) -> str:
     kinds = list(result[DTYPES[0]]["cheats"])
     lines = ["| tokens until the audit refuses: median (most) | float32 | bfloat16 |", "|---|---|---|"]
     lines += [f"| {kind} | {cell('float32', kind)} | {cell('bfloat16', kind)} |" for kind in kinds]
-    honest = [result[dtype]["honest"] for dtype in DTYPES]
-    cells = " | ".join(f"{each['refused']} of {each['responses']} ({each['tokens']} tokens)" for each in honest)
-    return "\n".join([*lines, f"| honest responses refused | {cells} |"])
+    for server, words in (("honest", "eager"), ("compiled", "compiled")):
+        found = [result[dtype][server] for dtype in DTYPES]
+        cells = " | ".join(f"{each['refused']} of {each['responses']} ({each['tokens']} tokens)" for each in found)
+        lines.append(f"| honest responses refused, {words} server | {cells} |")
+    return "\n".join(lines)
 
 
 def main() -> int:
@@ -244,7 +261,7 @@ def main() -> int:
         print(dtype, json.dumps(result[dtype], indent=1))
     if not arguments.quick:
         RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    return int(any(result[dtype]["honest"]["refused"] for dtype in DTYPES))
+    return int(any(result[dtype][server]["refused"] for dtype in DTYPES for server in ("honest", "compiled")))
 
 
 if __name__ == "__main__":

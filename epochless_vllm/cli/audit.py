@@ -218,10 +218,10 @@ def _audit(
 
 
 def _pool(replays: list[Replay]) -> dict[str, Any]:
-    from epochless_vllm.verify.findings import pool_drift
+    from epochless_vllm.verify.findings import judge_together
 
-    pooled = _attempt(lambda: pool_drift(replays))
-    return {"error": pooled.describe()} if isinstance(pooled, EpochlessError) else pooled._asdict()
+    pooled = _attempt(lambda: judge_together(replays))
+    return {"error": pooled.describe()} if isinstance(pooled, EpochlessError) else pooled.describe()
 
 
 def _attempt(work: Callable[[], T]) -> T | EpochlessError:
@@ -276,6 +276,12 @@ def _print_pooled(together: dict[str, Any], output: Output) -> None:
         output.line(
             f"together {together['rows']} tokens, mean error {together['drift']:.3g} of the tolerance, {allowed}"
         )
+        output.line(f"together {_scores(together)}")
+
+
+def _scores(found: dict[str, Any]) -> str:
+    scores = ", ".join(f"{name} {score:.2f}" for name, score in found["scores"].items())
+    return f"{scores} standard deviations, {found['score_limit']:.2f} allowed"
 
 
 def _print_refusal(error: dict[str, Any], output: Output) -> None:
@@ -295,5 +301,6 @@ def _print_replay(found: dict[str, Any], tokens: int | None, output: Output) -> 
         f"worst    {worst['value']:.3g} nats at token {worst['position']}, {ratio['value']:.3g} of the tolerance "
         f"({tolerance['absolute']:g} + {tolerance['relative']:g} of the largest logit)"
     )
+    output.line(f"sums     {_scores(found)}")
     for reason, count in sorted(found["not_replayable"].items()):
         output.line(f"not replayable  {count} tokens: {reason}")

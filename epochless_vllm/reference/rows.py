@@ -72,6 +72,23 @@ class Record(NamedTuple):
     draw: int
 
 
+class Contrast(NamedTuple):
+    """How the ln odds of a row's token differ between three computations, in units of what the row may err.
+
+    Attributes:
+        error: recorded minus recomputed.
+        moved: recorded minus what the same weights give if nothing between them is rounded; for an honest server that
+            is what its roundings did. 0 if that was not computed, as for a server in float32.
+        rounded: recomputed minus the same: what the roundings repeated here did.
+        heat: how the odds move with ln(1 / temperature): the unrounded ones, if they were computed.
+    """
+
+    error: float
+    moved: float
+    rounded: float
+    heat: float
+
+
 @dataclass(frozen=True)
 class RowResult:
     """How a recorded row compares.
@@ -85,6 +102,7 @@ class RowResult:
             to 0 or 1 that its own rounding hides the logits'.
         exact: whether the recomputed row picks the recorded token, with the recorded draw.
         flips: tokens kept by one side's filters only.
+        contrast: what the row says together with others, where ``error`` is a number; contrasts.py takes it.
     """
 
     fault: str | None
@@ -94,6 +112,7 @@ class RowResult:
     error: float | None
     exact: bool
     flips: int = 0
+    contrast: Contrast | None = None
 
 
 class Own(NamedTuple):
@@ -173,7 +192,7 @@ def _compare_sampled(
         lower, upper = (up_to - weight) / whole, up_to / whole
         picks = _picks(up_to - weight, weight, whole, record.draw)
         own = Own(weight / whole, (lower, lower), (upper, upper), picks)
-        results.append(_judge(own, record, _spread(config, reach_B[at])))
+        results.append(_judge(own, record, spread_of(config, reach_B[at])))
     return results
 
 
@@ -186,12 +205,12 @@ def _compare_filtered(
     reach: float,
 ) -> RowResult:
     order_V = np.argsort(-logits_V, kind="stable")
-    sums_V, spread, token = np.cumsum(weights_V[order_V]), _spread(config, reach), record.token
+    sums_V, spread, token = np.cumsum(weights_V[order_V]), spread_of(config, reach), record.token
     whole, own_count = int(sums_V[-1]), int(kept_V.sum())
     least, most = _reachable_ends(weights_V[order_V], sums_V, config, spread)
     least, most = min(least, own_count), max(most, own_count)
     masses = sums_V[least - 1 : most] / whole
-    ratios = np.array([abs(_log_odds_distance(record.kept / ONE, float(mass), SLACK)) / spread for mass in masses])
+    ratios = np.array([abs(log_odds_distance(record.kept / ONE, float(mass), SLACK)) / spread for mass in masses])
     fitting = np.flatnonzero(ratios <= 1)
     if not fitting.size:
         nearest = int(np.argmin(ratios))
@@ -256,7 +275,7 @@ def _judge(own: Own, record: Record, spread: float) -> RowResult:
     """Hold every recorded share of a row against the recomputed ones."""
     low, high = record.low / ONE, (record.low + record.width) / ONE
     share, draw = record.width / ONE * (record.kept / ONE), (record.draw + 0.5) / ONE
-    error = _log_odds_distance(share, own.share, SLACK)
+    error = log_odds_distance(share, own.share, SLACK)
     checks = [
         ("replay_probability", "the token's probability", share, own.share, abs(error) / spread),
         ("replay_filter", "the kept mass", record.kept / ONE, own.kept, own.kept_ratio),
@@ -281,7 +300,8 @@ def _picks(below: int, weight: int, kept: int, draw: int) -> bool:
     return below * ONE // kept <= draw < (below + weight) * ONE // kept
 
 
-def _spread(config: SamplerConfig, reach: float) -> float:
+def spread_of(config: SamplerConfig, reach: float) -> float:
+    """Return how far the ln odds of a set of tokens may be off where no logit is by more than ``reach``."""
     return min(2 * reach / float(config.temperature), MAX_SPREAD)
 
 
@@ -302,7 +322,7 @@ def _reachable_ends(sorted_V: Integers, sums_V: Integers, config: SamplerConfig,
     return ends[0], ends[1]
 
 
-def _log_odds_distance(recorded: float, own: float, slack: float) -> float:
+def log_odds_distance(recorded: float, own: float, slack: float) -> float:
     """Return ln odds of the first minus ln odds of the second, the least that ``slack`` on either allows."""
     if abs(recorded - own) <= slack:
         return 0.0
@@ -323,4 +343,4 @@ def _share(log_odds: float) -> float:
 def _outside(recorded: float, own: tuple[float, float], spread: float) -> tuple[float, float]:
     """Return the nearest value of a range, and how far outside of it the recorded one is, over what is allowed."""
     nearest = min(max(recorded, own[0]), own[1])
-    return nearest, abs(_log_odds_distance(recorded, nearest, SLACK)) / spread
+    return nearest, abs(log_odds_distance(recorded, nearest, SLACK)) / spread

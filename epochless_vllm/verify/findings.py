@@ -2,7 +2,8 @@
 
 Rows are judged by reference/rows.py, one by one; here their errors are also looked at together. Errors that rounding
 makes are small and scatter; weights that are slightly wrong make errors that are each within reach of rounding and
-together are not. Knows no weights and no logits.
+together are not. How large they are is held against the tolerance (``drift``), and which way they go against chance
+(series.py), over each response and over all of an audit. Knows no weights and no logits.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from epochless_vllm.errors import ReceiptError
+from epochless_vllm.verify.series import LIMIT, Series, add_up
 from epochless_vllm.verify.verified import Verdict, VerifiedReceipt
 
 if TYPE_CHECKING:  # NumPy comes with it
@@ -41,6 +43,7 @@ class Replay:
         worst_ratio: the worst deviation over what is allowed, and where.
         drift: root mean square error over all rows that tell, in units of the allowed error of a row.
         drift_rows: how many rows tell.
+        series: the sums of these rows; see series.py.
         exact: rows whose recomputed interval holds the draw; for greedy rows, whose likeliest token is the recorded.
         flips: tokens that one side's filters kept and the other's did not.
     """
@@ -54,6 +57,7 @@ class Replay:
     worst_ratio: tuple[float, int]
     drift: float
     drift_rows: int
+    series: Series
     exact: int
     flips: int
 
@@ -76,6 +80,10 @@ def summarise(
         if drift > allowed:
             detail = f"the errors of {len(window)} tokens are {drift:.3g} in the mean, rounding makes {allowed:.3g}"
             faults.append(Fault(window[-1][0], "replay_drift", detail))
+    series = add_up(row.contrast for row in results.values() if row.contrast is not None)
+    if series.lie is not None:
+        threat, said = series.lie
+        faults.append(Fault(order[-1], threat, f"over {len(told)} tokens {said}"))
     return Replay(
         receipt=receipt,
         tolerance=tolerance,
@@ -86,38 +94,54 @@ def summarise(
         worst_ratio=_first_worst([(results[at].ratio, at) for at in order]),
         drift=_root_mean_square(told),
         drift_rows=len(told),
+        series=series,
         exact=sum(results[at].exact for at in order),
         flips=sum(results[at].flips for at in order),
     )
 
 
 class Pooled(NamedTuple):
-    """The drift of several replays together: rows that tell, their root mean square error, and what is allowed."""
+    """Several replays together: rows that tell, their root mean square error and what is allowed, and their sums."""
 
     rows: int
     drift: float
     allowed: float
+    series: Series
+
+    def describe(self) -> dict[str, object]:
+        """Return a JSON-encodable value."""
+        return {"rows": self.rows, "drift": self.drift, "allowed": self.allowed, **_describe_series(self.series)}
 
 
-def pool_drift(replays: Sequence[Replay]) -> Pooled:
-    """Return the drift of replays under one tolerance; what hides in one response may not hide in many.
+def judge_together(replays: Sequence[Replay]) -> Pooled:
+    """Return what replays under one tolerance say together; what hides in one response may not hide in many.
 
     Raises:
-        ReceiptError: it is larger than rounding makes it.
+        ReceiptError: their errors are larger than rounding makes them, or go one way.
     """
-    rows = sum(each.drift_rows for each in replays)
+    rows, series = sum(each.drift_rows for each in replays), Series()
+    # The same tokens after the same prompt err alike: what is repeated is no second witness.
+    for each in {_text_of(each.receipt): each for each in replays}.values():
+        series = series.plus(each.series)
     if not rows:
-        return Pooled(0, 0.0, math.inf)
+        return Pooled(0, 0.0, math.inf, series)
     drift = math.sqrt(sum(each.drift**2 * each.drift_rows for each in replays) / rows)
-    pooled = Pooled(rows, drift, replays[0].tolerance.drift_of(rows))
+    pooled = Pooled(rows, drift, replays[0].tolerance.drift_of(rows), series)
+    over = f"{rows} tokens in {len(replays)} receipts"
     if drift > pooled.allowed:
         raise ReceiptError(
-            f"the errors of {rows} tokens in {len(replays)} receipts are {drift:.3g} in the mean, rounding makes "
-            f"{pooled.allowed:.3g}",
+            f"the errors of {over} are {drift:.3g} in the mean, rounding makes {pooled.allowed:.3g}",
             threat="replay_drift",
-            **pooled._asdict(),
+            **pooled.describe(),
         )
+    if series.lie is not None:
+        threat, said = series.lie
+        raise ReceiptError(f"over {over} {said}", threat=threat, **pooled.describe())
     return pooled
+
+
+def _text_of(receipt: VerifiedReceipt) -> tuple[object, ...]:
+    return receipt.header.prompt, *(token for block in receipt.blocks for token in block.tokens)
 
 
 def require_replayed(replay: Replay) -> VerifiedReceipt:
@@ -146,6 +170,7 @@ def describe_replay(replay: Replay) -> dict[str, object]:
         "first_disagreement": None if first is None else first._asdict(),
         "membership_flips": replay.flips,
         "not_replayable": replay.not_replayable,
+        **_describe_series(replay.series),
         "tolerance": {
             "absolute": replay.tolerance.absolute,
             "relative": replay.tolerance.relative,
@@ -154,6 +179,10 @@ def describe_replay(replay: Replay) -> dict[str, object]:
         "worst_nats": {"value": replay.worst_nats[0], "position": replay.worst_nats[1]},
         "worst_ratio": {"value": replay.worst_ratio[0], "position": replay.worst_ratio[1]},
     }
+
+
+def _describe_series(series: Series) -> dict[str, object]:
+    return {"scores": series.scores, "score_limit": LIMIT}
 
 
 def _first_worst(values: Sequence[tuple[float, int]]) -> tuple[float, int]:

@@ -6,7 +6,8 @@
 4. Each position is computed under the revision the receipt says computed it (mixture.py).
 5. Every sampled row is the recorded one within tolerance (reference/rows.py): the token's probability, both ends of its
    interval, the kept mass; the draw lies in the recorded interval and in the recomputed one.
-6. Over windows of tokens and over all of them, errors are no larger than rounding makes them (findings.py).
+6. Over windows of tokens and over all of them, errors are no larger than rounding makes them (findings.py), and go no
+   one way: neither that of another temperature nor, in 16 bits, away from what the weights give unrounded (series.py).
 
 Rows under a grammar, a list of allowed tokens or a custom processor are not replayable; they are counted by reason and
 keep the verdict below REPLAYED, as does a sample of the positions. Shares nothing with the server but file formats.
@@ -17,7 +18,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from epochless_vllm.errors import ModelRefusedError, ReceiptError
@@ -27,6 +28,7 @@ from epochless_vllm.protocol.manifest import RevisionId
 from epochless_vllm.protocol.records import FILTERED, FORCED, MASKED, ONE
 from epochless_vllm.protocol.spans import BASE_PREFIX
 from epochless_vllm.reference.buffers import Limits
+from epochless_vllm.reference.contrasts import with_contrasts
 from epochless_vllm.reference.forward import Engine
 from epochless_vllm.reference.lora import Adapter, adapter_from_revision
 from epochless_vllm.reference.model import Model, load_model
@@ -75,6 +77,9 @@ class Auditor:
         self.settings = settings
         self.tolerance = tolerance or TOLERANCES[settings.dtype]
         self.model: Model = load_model(model, _ROUNDINGS[settings.dtype])
+        # The same weights, shared. In 16 bits a tolerance of the caller's says itself what roundings do.
+        self._plain = None if tolerance or settings.dtype == "float32" else replace(self.model, rounding="float32")
+        self._sums = self._plain is not None or settings.dtype == "float32"
         self._store = store
         self._adapters: dict[str, Adapter | None] = {BASE_PREFIX + base: None}
         self._lock = threading.Lock()
@@ -190,7 +195,7 @@ class Auditor:
         for at in range(each.start, inside[-1] + 1):
             sampled[offset + at] = adapters.get(rows[at].revision, cached[offset + at])
         rank = max((adapter.max_rank for adapter in {*cached, *sampled} if adapter is not None), default=0)
-        engine = Engine(self.model, Limits(length, rank=rank))
+        engines = [Engine(model, Limits(length, rank=rank)) for model in (self.model, self._plain) if model is not None]
         samplers = [
             None
             if unknown_processor(each.processors)
@@ -198,19 +203,26 @@ class Auditor:
             for each in receipt.header.samplers
         ]
         tokens = [*prompt, *output[: inside[-1]]]
-        for first, block in replay_mixture(engine, tokens, cached, sampled, logits_from=offset + inside[0]):
+        blocks = [replay_mixture(each, tokens, cached, sampled, logits_from=offset + inside[0]) for each in engines]
+        for (first, block), *beside in zip(*blocks, strict=True):
+            plain = beside[0][1] if beside else None
             picked = [at for at in range(first - offset, first - offset + len(block)) if at in wanted]
             for group in _by_sampler(picked, rows):  # (5)
                 config = receipt.header.samplers[rows[group[0]].sampler]
                 processors = samplers[rows[group[0]].sampler]
-                logits = block[[at - (first - offset) for at in group]]
+                here = [at - (first - offset) for at in group]
+                logits, unrounded = block[here], None if plain is None else plain[here]
                 reach = [self.tolerance.of_row(row) for row in logits]
                 if processors is not None and processors.active:
-                    for at, row in zip(group, logits, strict=True):
-                        processors.apply(row, output, at)
-                yield from zip(
-                    group, compare_rows(logits, config, [rows[at].record for at in group], reach), strict=True
-                )
+                    tables = [logits] if unrounded is None else [logits, unrounded]
+                    for at, *pair in zip(group, *tables, strict=True):
+                        for row in pair:
+                            processors.apply(row, output, at)
+                records = [rows[at].record for at in group]
+                results = compare_rows(logits, config, records, reach)
+                if self._sums:
+                    results = with_contrasts(results, logits, unrounded, config, records, reach)
+                yield from zip(group, results, strict=True)
 
 
 @dataclass(frozen=True)

@@ -125,9 +125,12 @@ def test_several_receipts_are_also_judged_together(run: Any, files: Files) -> No
     status, out, _ = run(*names, *files.options, "--prompt", TEXT)
     assert status == 0
     assert "together 160 tokens, mean error" in out
+    assert "together hotter -" in out
+    assert out.count("sums     hotter -") == 2
     status, out, _ = run(*names, *files.options, "--prompt", TEXT, "--json")
     together = json.loads(out)["together"]
     assert 0 < together["drift"] < together["allowed"]
+    assert max(together["scores"].values()) <= 0 < together["score_limit"]  # float32 has no third sum
 
 
 def test_sample_says_how_many_tokens_it_compared(run: Any, files: Files) -> None:

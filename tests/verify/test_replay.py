@@ -26,7 +26,7 @@ from epochless_vllm.protocol.spans import RevisionEntry
 from epochless_vllm.reference.lora import Adapter, adapter_from_directory
 from epochless_vllm.reference.rows import Tolerance
 from epochless_vllm.store.revisions import RevisionStore
-from epochless_vllm.verify.findings import Fault, Replay, describe_replay, pool_drift, require_replayed
+from epochless_vllm.verify.findings import Fault, Replay, describe_replay, judge_together, require_replayed
 from epochless_vllm.verify.replay import Auditor
 from epochless_vllm.verify.verified import Verdict
 from tests.protocol.receipt_factory import SIGNER
@@ -165,12 +165,12 @@ def test_what_hides_in_each_response_shows_in_many(world: World) -> None:
     replay = world.replay(world.server().answer(PROMPT, 100))
     just_allowed = replace(replay, drift=0.95 * replay.tolerance.drift_of(replay.drift_rows))
     assert require_replayed(just_allowed).verdict is Verdict.REPLAYED
-    assert pool_drift([just_allowed]).rows == replay.drift_rows
+    assert judge_together([just_allowed]).rows == replay.drift_rows
     with pytest.raises(ReceiptError, match="20 receipts") as error:
-        pool_drift([just_allowed] * 20)
+        judge_together([just_allowed] * 20)
     assert error.value.fields["threat"] == "replay_drift"
-    assert pool_drift([replay] * 20).drift == pytest.approx(replay.drift)
-    assert pool_drift([replace(replay, drift_rows=0)]).rows == 0
+    assert judge_together([replay] * 20).drift == pytest.approx(replay.drift)
+    assert judge_together([replace(replay, drift_rows=0)]).rows == 0
 
 
 @pytest.mark.parametrize("mode", ["recompute", "continue"])

@@ -1,4 +1,4 @@
-"""The replay of receipts: rows recomputed, mixtures, findings, and the command."""
+"""The replay of receipts: rows recomputed, mixtures, findings, sums over many rows, and the command."""
 
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ def _mutant(name: str, module: str, old: str, new: str, *, equivalent: str = "")
 
 
 _R, _P, _F = "reference/rows", "verify/replay", "verify/findings"
+_S, _C = "verify/series", "reference/contrasts"
 MUTANTS = (
     _mutant("draw unchecked", _R, "*_outside(draw, (own.lower[0], own.upper[1]), spread)", "draw, 0.0"),
     _mutant("lower end unchecked", _R, "*_outside(low, own.lower, spread)", "low, 0.0"),
@@ -73,6 +74,27 @@ MUTANTS = (
            equivalent="the auditor compares the digest again"),
 )  # fmt: skip
 
+SERIES = (
+    _mutant("sums of a response unchecked", _F, "is not None:\n        threat, said = series.lie\n        faults",
+           "is ...:\n        threat, said = series.lie\n        faults"),
+    _mutant("sums together unchecked", _F, "is not None:\n        threat, said = series.lie\n        raise",
+           "is ...:\n        threat, said = series.lie\n        raise"),
+    _mutant("sums of the last receipt only", _F, "series = series.plus(each.series)", "series = each.series"),
+    _mutant("answer counted as often as given", _F, "{_text_of(each.receipt): each for each in replays}.values()",
+           "replays"),
+    _mutant("any sum is chance", _S, "if score <= LIMIT:", "if True:"),
+    _mutant("chance counted once of three sums", _S, "math.log(3 / FALSE_REFUSALS)", "math.log(1 / FALSE_REFUSALS)"),
+    _mutant("no temperature is another", _S, "-follows - allowed, follows", "-abs(follows) - allowed, follows"),
+    _mutant("roundings may do twice as much", _S, "ROUGHNESS = 0.05", "ROUGHNESS = 1.0"),
+    _mutant("unrounded pass rounds", _P, 'replace(self.model, rounding="float32")', "self.model"),
+    _mutant("stated tolerance is not the caller's", _P, 'if tolerance or settings.dtype == "float32"',
+           'if settings.dtype == "float32"'),
+    _mutant("contrast of a faulty row", _C, "result.error is None or result.fault is not None", "result.error is None"),
+    _mutant("heat that has the roundings in it", _C, "plain, heat = _share_and_heat", "plain, _ = _share_and_heat"),
+    _mutant("heat of the whole row", _C, "weights_V[token] = float(weights_V[token]), 0.0",
+           "weights_V[token] = float(weights_V[token]), float(weights_V[token])"),
+)  # fmt: skip
+
 ROOMS = (
     Room(
         "replay",
@@ -87,5 +109,15 @@ ROOMS = (
         ),
         MUTANTS,
         preload=("numpy", "rich.console", "rich.progress"),
+    ),
+    Room(
+        "series",
+        (
+            "tests/reference/test_contrasts.py",
+            "tests/verify/test_replay_series.py",
+            "tests/verify/test_series.py",
+        ),
+        SERIES,
+        preload=("numpy",),
     ),
 )
