@@ -318,6 +318,17 @@ def test_retiring_what_is_absent_succeeds_and_says_so(participant: Participant) 
     assert participant.handle(message("retire", 0))["receipt"] == {"absent": True}
 
 
+def test_what_was_retired_is_loaded_again_when_it_is_published_again(
+    participant: Participant, installer: Recorder
+) -> None:
+    for transaction in (1, 2):
+        assert prepare(participant, transaction)["done"] is True
+        participant.handle(message("commit", transaction))
+        assert installer.registered == {1: A}
+        participant.handle(message("retire", 0))
+    assert installer.done.count(("load", 1)) == 2
+
+
 def test_a_removal_that_fails_is_reported_and_may_be_tried_again(
     participant: Participant, installer: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
