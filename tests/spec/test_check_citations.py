@@ -301,8 +301,8 @@ FOUND = {
     "a claim without a limit": (LEDGER, "- **Not said**: Why they were not finite.\n", "", "in this order"),
     "a claim's parts in another order": (
         LEDGER,
-        "**Rests on**: `verify/receipt.py::verify_receipt`, `protocol/canonical.py::decode_canonical`.\n- **Tested by**",
-        "**Tested by**: `verify/receipt.py::verify_receipt`, `protocol/canonical.py::decode_canonical`.\n- **Rests on**",
+        "Rests on**: `verify/receipt.py::verify_receipt`, `protocol/canonical.py::decode_canonical`.\n- **Tested by",
+        "Tested by**: `verify/receipt.py::verify_receipt`, `protocol/canonical.py::decode_canonical`.\n- **Rests on",
         "in this order",
     ),
     "a claim left out": (LEDGER, "### C9 ", "### C10 ", "claims are numbered"),
