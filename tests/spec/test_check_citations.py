@@ -284,6 +284,12 @@ FOUND = {
         "| 1.153 | `benchmarks/results/publish",
         "1.153 is written",
     ),
+    "a figure's last digit": (
+        LEDGER,
+        "| 1.053 | `benchmarks/results/publish",
+        "| 1.054 | `benchmarks/results/publish",
+        "1.054 is written",
+    ),
     "a figure's result": (LEDGER, "::tiny/ratio", "::small/ratio", "has no number at small/ratio"),
     "a miss that is not said": (LEDGER, "at most 1: **missed**", "at most 1", "misses at most 1: say so"),
     "a claim without a command": (
@@ -293,6 +299,12 @@ FOUND = {
         "no command shows it",
     ),
     "a claim without a limit": (LEDGER, "- **Not said**: Why they were not finite.\n", "", "in this order"),
+    "a claim's parts in another order": (
+        LEDGER,
+        "Rests on**: `verify/receipt.py::verify_receipt`, `protocol/canonical.py::decode_canonical`.\n- **Tested by",
+        "Tested by**: `verify/receipt.py::verify_receipt`, `protocol/canonical.py::decode_canonical`.\n- **Rests on",
+        "in this order",
+    ),
     "a claim left out": (LEDGER, "### C9 ", "### C10 ", "claims are numbered"),
     "trust without a reason": (
         "spec/TRUST.md",
