@@ -20,7 +20,7 @@ EDITED = (
     "publication/journal", "publication/coordinator", "protocol/blocks", "plugin/block_keys", "sampling/kernels",
     "sampling/torch_path", "verify/checker", "verify/ed25519", "reference/forward", "verify/replay", "verify_patch",
     "patch/data/verify_patch", "tests/test_layers", "protocol/resolution", "plugin/draw_keys", "plugin/core",
-    "protocol/manifest", "publication/rows", "publication/participant", "plugin/admission", "plugin/labels",
+    "protocol/manifest", "publication/rows", "publication/participant", "plugin/admission",
     "spec/check_citations", "spec/documents", "spec/ledger", "spec/sources", "spec/symbols", "spec/commands",
 )  # fmt: skip
 

@@ -460,6 +460,15 @@ def test_what_cannot_be_attested_is_refused_by_name(
     on_policy(tmp_path, scenario)
 
 
+def test_a_server_with_stocks_mixed_rows_attests_nothing(tmp_path: Path) -> None:
+    async def scenario(front: FrontEnd) -> None:
+        with pytest.raises(InvalidRequestError, match="--epochless-mixed-rows stock"):
+            validate_request(front.served, OpenAIServingCompletion(), Request())
+        validate_request(front.served, OpenAIServingCompletion(), Request(epochless={"attest": "none"}))
+
+    on_policy(tmp_path, scenario, mixed_rows="stock")
+
+
 def test_what_cannot_be_stated_in_a_header_is_refused_before_the_engine_hears_of_it(tmp_path: Path) -> None:
     async def scenario(front: FrontEnd) -> None:
         for prompt, asked, name, field in (
