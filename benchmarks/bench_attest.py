@@ -1,7 +1,8 @@
 """What exact sampling and receipts cost a serving engine, against attestation off and against stock vLLM.
 
     python benchmarks/bench_attest.py [--quick] [--rounds N] [--tokens N] [--load base|adapter]
-                                      [--shape together|spread] [--without-stock] [--output FILE]
+                                      [--shape together|spread] [--way receipts|in_step] [--without-stock]
+                                      [--output FILE]
 
 A random 125M-parameter Llama in two engines, one stock, one with Epochless, each in a process of its own on the same
 core; they take turns within every round, and so do attestation off and full receipts within Epochless. Streams are
@@ -12,7 +13,7 @@ times ``--tokens`` and the next request takes an ended stream's place, as rollou
 Receipts are made within the measured time, in two ways: ``receipts``, by ``epochless_vllm.plugin.engine.seal`` as each
 response ends, a thread beside the step loop making them on another core, and waited for before the clock stops;
 ``in_step``, by ``epochless_vllm.plugin.engine.receipts``, on the step loop's own thread, which does nothing else
-meanwhile (measured in the worst case only). Where there is one core only, the first has no advantage.
+meanwhile. Where there is one core only, the first has no advantage.
 
 A round gives one ratio of throughput and of CPU time per pair; reported are the geometric mean over rounds and the
 lower (throughput) or upper (CPU time) bound of its one-sided 95 % bootstrap interval. The p99 gap is that of the gaps
@@ -49,6 +50,7 @@ from engines import RANK, ROOT, adapter, model_125m, quantile, variant_environme
 LOADS = ("base", "adapter")
 STREAMS = (16, 64)
 SHAPES = ("together", "spread")
+WAYS = ("receipts", "in_step")
 PROMPT_TOKENS = 16
 VOCABULARY = 32000
 
@@ -227,12 +229,13 @@ def compare(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> dict[st
     return result
 
 
-def measure(rounds: int, tokens: int, loads: Sequence[str], shapes: Sequence[str], *, stock: bool) -> dict[str, Any]:
+def measure(
+    rounds: int, tokens: int, loads: Sequence[str], shapes: Sequence[str], ways: Sequence[str], *, stock: bool
+) -> dict[str, Any]:
     variants = {name: Variant(name) for name in (["stock"] if stock else []) + ["epochless"]}
     result: dict[str, Any] = {}
     try:
         for load, shape, streams in itertools.product(loads, shapes, STREAMS):
-            ways = ["receipts", "in_step"] if shape == "together" else ["receipts"]
             modes = [("stock", "none")] * stock + [("epochless", attest) for attest in ("none", *ways)]
             case = {"load": load, "shape": shape, "streams": streams, "tokens": tokens}
             runs: dict[str, list[dict[str, Any]]] = {name_of(*mode): [] for mode in modes}
@@ -273,6 +276,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48, help="per stream and round (default 48)")
     parser.add_argument("--load", choices=LOADS, action="append", help="repeatable; default all")
     parser.add_argument("--shape", choices=SHAPES, action="append", help="repeatable; default all")
+    parser.add_argument("--way", choices=WAYS, action="append", help="of making receipts; repeatable; default all")
     parser.add_argument("--without-stock", action="store_true", help="receipts against none only")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results" / "attest.json")
     parser.add_argument("--variant", choices=["stock", "epochless"], help=argparse.SUPPRESS)
@@ -281,7 +285,7 @@ def main() -> None:
         serve(arguments.variant)
         return
     rounds, tokens = (3, 12) if arguments.quick else (arguments.rounds, arguments.tokens)
-    cases = (arguments.load or LOADS, arguments.shape or SHAPES)
+    cases = (arguments.load or LOADS, arguments.shape or SHAPES, arguments.way or WAYS)
     measured = measure(rounds, tokens, *cases, stock=not arguments.without_stock)
     result = {"rounds": rounds, "tokens": tokens, "cpus": os.cpu_count(), **measured}
     arguments.output.write_text(json.dumps(result, indent=1) + "\n")
