@@ -1,7 +1,7 @@
 """The tensor bytes of a revision: written while they are hashed, and hashed again on every read.
 
 A stored file has one possible sequence of bytes for a given manifest: tensors in canonical order behind the header
-that follows from it. Hashes beside reading and writing, in a thread of their own. Holds a few chunks while writing, the
+that follows from it. Hashes beside reading and writing while a core is idle. Holds a few chunks while writing, the
 whole file once while reading. Knows no directories.
 """
 
@@ -43,7 +43,7 @@ class Watcher(Protocol):
     def update(self, record: TensorRecord, piece: memoryview) -> None:
         """Take the next bytes of a tensor, whole elements; ``piece`` is valid during the call only.
 
-        Called in order, in a thread beside the one that copies.
+        Called in order, maybe in a thread beside the one that copies.
         """
 
 

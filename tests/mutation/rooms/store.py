@@ -12,6 +12,7 @@ _A = partial(Mutant, "store/adapters")
 _C = partial(Mutant, "store/lora_config")
 _F = partial(Mutant, "store/finite")
 _B = partial(Mutant, "store/blobs")
+_H = partial(Mutant, "store/beside")
 _R = partial(Mutant, "store/revisions")
 
 SAFETENSORS = (
@@ -134,6 +135,11 @@ VALUES = (
     _B("pieces that cut an element", "room // width * width", "room"),
     _B("short write taken for a whole one", "view, offset = view[count:], offset + count", "view = view[:0]"),
     _B("symbolic link followed", "flags | os.O_NOFOLLOW | os.O_NONBLOCK", "flags | os.O_NONBLOCK"),
+    _H("thread where no core is idle", "return _thread() if has_idle_core() else _Inline()", "return _thread()"),
+    _H("own thread while a core is idle", "return _thread() if has_idle_core() else _Inline()", "return _Inline()"),
+    _H("last core taken for idle", "int(runnable) < (os.cpu_count() or 1)", "int(runnable) <= (os.cpu_count() or 1)"),
+    _H("as important as who is helped", "min(19, niceness + NICENESS)", "niceness"),
+    _H("inline errors forgotten", "            future.set_exception(error)\n", "            future.set_result(None)\n"),
     _R("manifest unchecked", "        if actual != revision_id:\n            raise _damaged(revision_id, MANIFEST_NAME", "        if False:\n            raise _damaged(revision_id, MANIFEST_NAME"),
     _R("stored configuration unchecked", "        if actual != expected:\n", "        if False:\n"),
     _R("file that changes while it is read", "            check_unchanged()\n            manifest", "            manifest"),
