@@ -75,16 +75,19 @@ def attesting() -> list[str]:
     for policy, label in (("base", "base model"), ("adapter", "adapter")):
         for streams in (16, 64):
             rows.append(f"| {streams}, {label} | {with_bound(shorter[f'{policy}-{streams}']['none_vs_stock'])} |")
-    longer = results("attest_receipts_48")
-    for way, label, share in (("receipts", "seal", "receipts"), ("in_step", "receipts", "in_step")):
-        for streams in (16, 64):
-            shape = longer[f"base-together-{streams}"]
-            ratios = shape[f"{way}_vs_none"]
-            rows.append(
-                f"| {streams}, `{label}` | {100 * shape['loop_share'][share]:.1f} % | {with_bound(ratios)} | "
-                f"{ratios['p99_gap']:.2f}"
-            )
-    rows.append(f"base model, {longer['tokens']} tokens")
+    for streams, tokens, shape, file, label in (
+        (16, 128, "together", "attest_128_16", "all ending in one step"),
+        (64, 128, "together", "attest_128_64", "all ending in one step"),
+        (16, 24, "spread", "attest_24_spread", "one after another"),
+        (64, 24, "spread", "attest_24_spread", "one after another"),
+    ):
+        assert results(file)["tokens"] == tokens
+        found = results(file)[f"base-{shape}-{streams}"]
+        ratios = found["receipts_vs_none"]
+        rows.append(
+            f"| {streams} x {tokens}, {label} | {100 * found['loop_share']['receipts']:.2f} % | "
+            f"{ratios['throughput']:.3f} ({ratios['throughput_lower_95']:.3f}) | {ratios['p99_gap']:.2f} |"
+        )
     return rows
 
 
