@@ -115,7 +115,7 @@ def soaking() -> list[str]:
     return [
         f"and {result['tokens_compared']:,} tokens with their oracle",
         f"and {result['tokens_per_s']['ratio']:.2f} (wanted 0.97",
-        f"and **+{100 * result['memory_mb']['growth']:.2f} %** (wanted",
+        f"and +{100 * result['memory_mb']['growth']:.2f} % (wanted",
     ]
 
 
