@@ -161,14 +161,16 @@ def encode_safetensors(
 
     Args:
         dtypes: dtype by tensor name, over ``dtype``.
-        order: the order of the data; default the mapping's own.
+        order: the order of the data; default that of the safetensors library: wider items first, then by name.
         pad: spaces appended to the header.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata is not None else {}
     chunks: list[bytes] = []
     offset = 0
-    for name in order or list(tensors):
-        kind = (dtypes or {}).get(name, dtype)
+    kinds = {name: (dtypes or {}).get(name, dtype) for name in tensors}
+    widths = {kind: len(encode_tensor(np.zeros(1, np.float32), kind)) for kind in kinds.values()}
+    for name in order or sorted(tensors, key=lambda name: (-widths[kinds[name]], name)):
+        kind = kinds[name]
         data = encode_tensor(tensors[name], kind)
         header[name] = {"dtype": kind, "shape": list(tensors[name].shape), "data_offsets": [offset, offset + len(data)]}
         offset += len(data)

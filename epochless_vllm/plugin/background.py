@@ -35,11 +35,15 @@ def bound_cores() -> set[int]:
     return cores
 
 
-def step_aside() -> None:
-    """Put the calling thread on cores that no rank computes on, if any, and behind the process's other threads."""
+def step_aside(*, idle: bool = False) -> None:
+    """Put the calling thread behind the process's other threads, and on cores that no rank computes on, if any.
+
+    Args:
+        idle: no rank computes at the moment: on any core.
+    """
     behind = min(19, os.getpriority(os.PRIO_PROCESS, os.getpid()) + NICENESS)
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), behind)
-    _move_off(bound_cores() or os.sched_getaffinity(os.getpid()))
+    _move_off(set() if idle else bound_cores() or os.sched_getaffinity(os.getpid()))
 
 
 def leave_ranks_their_cores() -> None:

@@ -8,7 +8,7 @@ multiply B by its scaling in float32 and round once more. Knows no torch.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,7 +80,7 @@ def expect_registered(stored: Any, dtype: str) -> Digest:
     Args:
         stored: a StoredRevision.
     """
-    entries = [(entry.name, entry.shape, expect_tensor(stored, entry, dtype)[1]) for entry in stored.manifest.tensors]
+    entries = [(entry.name, entry.shape, expect_sha256(stored, entry, dtype)) for entry in stored.manifest.tensors]
     return registered_digest(entries, dtype)
 
 
@@ -139,22 +139,28 @@ def sha256_of(bits: Bits) -> str:
 
 @dataclass(frozen=True)
 class ExpectedPair:
-    """A module's whole A and B in the LoRA dtype, B scaled, with the SHA-256 of each."""
+    """A module's A and B in the LoRA dtype, B scaled: the SHA-256 of each whole, and how to make its bits.
 
-    a: Bits
-    b: Bits
+    A rank that keeps a whole tensor needs its hash alone: that of the registry, which the coordinator has compared.
+    """
+
     sha256_a: str
     sha256_b: str
+    make_a: Callable[[], Bits]
+    make_b: Callable[[], Bits]
 
 
-def expect_tensor(stored: Any, entry: TensorEntry, dtype: str) -> tuple[Bits, str]:
-    """Return the bits a stored tensor has in the registry, and their SHA-256; bytes left as they are keep theirs."""
-    scaling = scaling_of(stored.config, entry.name)
+def expect_bits(stored: Any, entry: TensorEntry, dtype: str) -> Bits:
+    """Return the bits a stored tensor has in the registry."""
     raw = raw_tensor(stored.tensors[entry.name], entry.dtype, entry.shape)
-    if entry.dtype == dtype and scaling == 1.0:
-        return raw, _bare(entry.sha256)
-    bits = convert_bits(raw, entry.dtype, dtype, scaling)
-    return bits, sha256_of(bits)
+    return convert_bits(raw, entry.dtype, dtype, scaling_of(stored.config, entry.name))
+
+
+def expect_sha256(stored: Any, entry: TensorEntry, dtype: str) -> str:
+    """Return the SHA-256 of the bits a stored tensor has in the registry; bytes left as they are keep theirs."""
+    if entry.dtype == dtype and scaling_of(stored.config, entry.name) == 1.0:
+        return _bare(entry.sha256)
+    return sha256_of(expect_bits(stored, entry, dtype))
 
 
 def expect_slots(plans: tuple[ModulePlan, ...], pairs: Mapping[str, ExpectedPair]) -> SlotShards:
@@ -174,10 +180,11 @@ def expect_slots(plans: tuple[ModulePlan, ...], pairs: Mapping[str, ExpectedPair
 
 def _expect_shard(item: SlicePlan, pair: ExpectedPair) -> tuple[str, str]:
     begin, end = item.columns
-    sha256_a = pair.sha256_a if (begin, end) == (0, item.input_size) else sha256_of(pair.a[:, begin:end])
+    sha256_a = pair.sha256_a if (begin, end) == (0, item.input_size) else sha256_of(pair.make_a()[:, begin:end])
     if item.rows == ((0, item.output_size),):
         return sha256_a, pair.sha256_b
-    return sha256_a, sha256_of(np.concatenate([pair.b[begin:end] for begin, end in item.rows]))
+    b = pair.make_b()
+    return sha256_a, sha256_of(np.concatenate([b[begin:end] for begin, end in item.rows]))
 
 
 def slot_digest(shards: SlotShards, dtype: str) -> Digest:

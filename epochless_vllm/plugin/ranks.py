@@ -17,11 +17,12 @@ from epochless_vllm.errors import ChannelError
 from epochless_vllm.plugin.background import short_turns, step_aside
 from epochless_vllm.plugin.channel import Channel
 from epochless_vllm.plugin.expectations import DTYPE_OF_TORCH, expect_registered
-from epochless_vllm.plugin.worker import rank_name
+from epochless_vllm.plugin.worker import LOAD_EARLY, rank_name
 from epochless_vllm.protocol.manifest import RevisionId
 from epochless_vllm.store.revisions import RevisionStore
 
 CALL_TIMEOUT_S = 30.0  # one call is a message and a short step-thread action; longer means the engine is lost
+ANNOUNCE_TIMEOUT_S = 2.0  # a rank that is slower to take note gains nothing by it
 LOOK_S = 0.5  # how often a waiting call looks whether anybody is left to answer it
 
 # What no step of the engine has to wait for: nothing of it touches a slot. Preparing a quarantined revision again does.
@@ -135,6 +136,15 @@ class EngineRanks:
             return self._ask_ranks(message)
         return self._ask_engines("epochless_call", message)
 
+    def announce(self, staged: str) -> None:
+        """Let every rank load a revision while it is written, by the name it has in the store until then.
+
+        A rank that does not hear of it, or cannot, loads the revision when it is told to prepare it; so do all before
+        their channels are open.
+        """
+        if self._channel is not None:
+            self._ask_channel({"kind": LOAD_EARLY, "staged": staged}, patience_s=ANNOUNCE_TIMEOUT_S)
+
     def _ask_ranks(self, message: dict[str, Any]) -> dict[str, dict[str, Any]]:
         """Send a message by the ranks' channels; by new ones where one had ended."""
         known = self._channel is not None
@@ -143,7 +153,7 @@ class EngineRanks:
             replies = self._ask_channel(message)
         return replies
 
-    def _ask_channel(self, message: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    def _ask_channel(self, message: dict[str, Any], *, patience_s: float = CALL_TIMEOUT_S) -> dict[str, dict[str, Any]]:
         if self._channel is None:
             found = self._ask_engines("epochless_address")
             if any("address" not in reply for reply in found.values()) or set(found) != set(self.names()):
@@ -152,7 +162,7 @@ class EngineRanks:
                 self._channel = Channel({rank: reply["address"] for rank, reply in found.items()})
             except ChannelError as end:
                 return {rank: _lost(rank, end) for rank in self.names()}
-        timeout_s = CALL_TIMEOUT_S + message.get("wait_ms", 0) / 1000
+        timeout_s = patience_s + message.get("wait_ms", 0) / 1000
         replies: dict[str, dict[str, Any]] = {}
         for rank, reply in self._channel.ask(message, timeout_s=timeout_s).items():
             replies[rank] = _lost(rank, reply) if isinstance(reply, ChannelError) else _checked(reply, rank)

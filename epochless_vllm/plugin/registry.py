@@ -7,9 +7,13 @@ never more than fits. Knows no slots.
 
 from __future__ import annotations
 
+import math
+import time
 from typing import Any, Protocol
 
 from epochless_vllm.errors import CapacityError
+
+IDLE_S = 1.0  # longer than all but a long prompt's step
 
 
 class Adapter(Protocol):
@@ -29,9 +33,11 @@ class AdapterRegistry:
         self._rank = rank
         self._held: dict[int, Any] = {}
         self._coming: dict[int, Any] = {}  # held, and not yet in the engine's registry
+        self._looked = -math.inf  # when the step loop last did
         list_adapters = lora_manager.list_adapters
 
         def list_all_adapters() -> set[int]:
+            self._looked = time.monotonic()
             self.take_in()
             adapters: set[int] = list_adapters()
             return adapters
@@ -54,6 +60,10 @@ class AdapterRegistry:
             )
         self._coming[adapter.lora_int_id] = adapter
         self._held[adapter.lora_int_id] = adapter
+
+    def is_idle(self) -> bool:
+        """Return whether no step has begun for ``IDLE_S``."""
+        return time.monotonic() - self._looked > IDLE_S
 
     def take_in(self) -> None:
         """Put what is coming into the engine's registry and pin it there. Step loop only."""

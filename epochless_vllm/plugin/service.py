@@ -148,7 +148,11 @@ class PublicationService:
         policy, step = self._policy_and_step(lora_name, step)
         root = Path(self.options.import_root) if self.options.import_root else None
         return self._publish(
-            lambda watch: self.store.ingest_directory(Path(path), import_root=root, watch=watch), policy, step
+            lambda watch: self.store.ingest_directory(
+                Path(path), import_root=root, watch=watch, announce=self._ranks.announce
+            ),
+            policy,
+            step,
         )
 
     def publish_files(self, files: Mapping[str, BinaryIO], policy: str, step: int | None = None) -> Published:
@@ -158,7 +162,9 @@ class PublicationService:
             EpochlessError: as ``publish_directory``.
         """
         policy, step = self._policy_and_step(policy, step)
-        return self._publish(lambda watch: self.store.ingest_files(files, watch=watch), policy, step)
+        return self._publish(
+            lambda watch: self.store.ingest_files(files, watch=watch, announce=self._ranks.announce), policy, step
+        )
 
     def _publish(self, ingest: Callable[[Watch], Ingested], policy: str, step: int | None) -> Published:
         expectation = RegisteredExpectation(self._ranks.dtype)

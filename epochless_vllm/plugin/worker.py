@@ -19,6 +19,7 @@ from epochless_vllm.plugin.channel import Listener
 from epochless_vllm.plugin.installer import LoRAInstaller
 from epochless_vllm.publication.participant import Participant
 
+LOAD_EARLY = "load_early"  # the kind of a message that decides nothing, and so is not the participant's
 _ATTRIBUTE = "_epochless_rank"
 
 
@@ -42,6 +43,9 @@ def _handle_weakly(rank: Rank) -> Callable[[dict[str, Any]], dict[str, Any]]:
         alive = weak()
         if alive is None:
             return {"ok": False, "code": "rank_ended", "reason": "the worker has ended"}
+        if message.get("kind") == LOAD_EARLY:
+            alive.installer.load_early(str(message["staged"]))
+            return {"ok": True, "rank": alive.name}
         return alive.participant.handle(message)
 
     return handle

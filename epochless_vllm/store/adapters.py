@@ -7,6 +7,7 @@ base model only as far as ``check_base`` is told.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -125,6 +126,11 @@ def config_of(manifest: Manifest) -> AdapterConfig:
     """
     modules = group_factors((entry.name, entry.dtype, entry.shape) for entry in manifest.tensors)
     return config_from_manifest(dict(manifest.config), {name: shape.rank for name, shape in modules.items()})
+
+
+def encode_config(config: AdapterConfig) -> bytes:
+    """Return the adapter_config.json of a stored revision: one sequence of bytes for each configuration."""
+    return json.dumps(config.peft_config(), indent=2, sort_keys=True).encode("ascii") + b"\n"
 
 
 def group_factors(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> Mapping[str, ModuleShape]:

@@ -1,6 +1,7 @@
-"""Hashing beside the thread that reads and writes: by a thread of its own while a core is idle, else by that one.
+"""Work done in order by a thread beside the one that gives it, or by that one where the other gets no core.
 
-The thread is behind every other for a core, and would be waited for where none is idle. Knows nothing of what is done.
+Promises each action once, one at a time, in the order given. The thread is behind every other for a core; who has
+waited ``PATIENCE_S`` for it does what is left without it. Knows nothing of what is done.
 """
 
 from __future__ import annotations
@@ -8,51 +9,91 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from types import TracebackType
 
-NICENESS = 10  # relative to the thread that is helped: a core that serves gives this one a tenth of it at most
-_LOAD = Path("/proc/loadavg")
+NICENESS = 5  # relative to the thread that is helped
+PATIENCE_S = 0.005  # an action takes a millisecond or two; where no core is idle it may take fifty
 # Of the process before it gave its threads cores of their own.
 _CORES: set[int] = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 
 
-def helper() -> Executor:
-    """Return what runs what it is given in that order, for the length of a ``with`` block."""
-    return _thread() if has_idle_core() else _Inline()
+class Helper:
+    """A ``with`` block beside which a thread works. One thread gives and waits."""
 
+    def __init__(self) -> None:
+        self._actions: deque[Callable[[], None]] = deque()
+        self._turn = threading.Lock()  # held while an action runs, whoever runs it
+        self._wakes: SimpleQueue[bool] = SimpleQueue()  # True for each action, False at the end
+        self._given = self._done = 0  # the one is the giver's, the other of who has the turn
+        self._failure: Exception | None = None
+        self._alone = False
 
-def has_idle_core() -> bool:
-    """Return whether fewer threads than cores run or want to at this moment; no where the system does not say."""
-    try:
-        runnable, _, _ = _LOAD.read_text().split()[3].partition("/")
-    except OSError:
-        return False
-    return int(runnable) < (os.cpu_count() or 1)
-
-
-class _Inline(Executor):
-    """Runs what it is given at once, in the thread that gives it."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(fn(*args, **kwargs))
-        except Exception as error:  # noqa: BLE001 - raised where the result is asked for, as from a thread
-            future.set_exception(error)
-        return future
-
-
-def _thread() -> ThreadPoolExecutor:
-    cores = _CORES | os.sched_getaffinity(0)
-    niceness = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
-    def stay_behind() -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(19, niceness + NICENESS))
+    def __enter__(self) -> Helper:
+        niceness = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
         # A publishing thread may be kept off the cores that serve; while those are idle, they shorten its work.
+        cores = _CORES | os.sched_getaffinity(0)
+        standing = (min(19, niceness + NICENESS), cores)
+        self._thread = threading.Thread(target=self._work, args=standing, name="epochless-helper", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Wait for what was given, or drop it where the block failed; nothing of it runs later."""
+        try:
+            if kind is None:
+                self.wait()
+        finally:
+            self._alone = True
+            self._wakes.put(False)
+            self._thread.join()
+
+    def give(self, action: Callable[[], None]) -> None:
+        """Have an action done, by the end of the block at the latest."""
+        self._given += 1
+        self._actions.append(action)
+        self._wakes.put(True)
+
+    def wait(self, left: int = 0) -> None:
+        """Return once at most ``left`` actions are not done; some of them may be done here.
+
+        Raises:
+            Exception: what an action raised; those after it are dropped.
+        """
+        while self._has_more_than(left):
+            if not self._turn.acquire(timeout=PATIENCE_S):
+                self._alone = True  # the thread ends with the action it is in
+                self._turn.acquire()
+            try:
+                if self._has_more_than(left):
+                    self._do_next()
+            finally:
+                self._turn.release()
+        if self._failure is not None:
+            raise self._failure
+
+    def _has_more_than(self, left: int) -> bool:
+        return self._given - self._done > (0 if self._alone else left)
+
+    def _work(self, niceness: int, cores: set[int]) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
         with contextlib.suppress(OSError):  # the process's first thread may have ended, or a core may be gone
             os.sched_setaffinity(0, cores | os.sched_getaffinity(os.getpid()))
+        while self._wakes.get():
+            with self._turn:
+                if self._alone:
+                    return
+                if self._actions:  # or the giver was quicker
+                    self._do_next()
 
-    return ThreadPoolExecutor(1, thread_name_prefix="epochless-hash", initializer=stay_behind)
+    def _do_next(self) -> None:
+        action = self._actions.popleft()
+        try:
+            if self._failure is None:
+                action()
+        except Exception as error:  # noqa: BLE001 - raised where it is waited for
+            self._failure = error
+        finally:
+            self._done += 1

@@ -1,7 +1,7 @@
 """The tensor bytes of a revision: written while they are hashed, and hashed again on every read.
 
 A stored file has one possible sequence of bytes for a given manifest: tensors in canonical order behind the header
-that follows from it. Hashes beside reading and writing while a core is idle. Holds a few chunks while writing, the
+that follows from it. Hashes beside reading and writing, see beside.py. Holds a few chunks while writing, the
 whole file once while reading. Knows no directories.
 """
 
@@ -12,7 +12,7 @@ import io
 import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -20,7 +20,7 @@ from epochless_vllm.durable import flushing
 from epochless_vllm.errors import DigestMismatchError, InspectError, StoreError
 from epochless_vllm.protocol.digests import Digest, digest_from_bytes
 from epochless_vllm.protocol.manifest import Manifest, TensorEntry
-from epochless_vllm.store.beside import helper
+from epochless_vllm.store.beside import Helper
 from epochless_vllm.store.finite import find_non_finite
 from epochless_vllm.store.incoming import storage_errors
 from epochless_vllm.store.safetensors import ITEM_BYTES, TensorRecord, encode_header, lay_out
@@ -30,7 +30,7 @@ CHUNKS = 4  # of them are being hashed, or filled, at a time
 ALIGNMENT = 64  # bytes, of each tensor in memory: a cache line
 B_SUFFIX = ".lora_B.weight"
 MAX_BUFFERS = 1024  # of one call: IOV_MAX of Linux
-READ_BYTES = 4 << 20  # read in one call, then hashed while the next are read
+READ_BYTES = 2 << 20  # read in one call, then hashed while the next are read
 
 ReadInto = Callable[[memoryview], int]
 """Fills the front of a buffer with the next bytes of a source and returns their count; 0 at its end."""
@@ -76,22 +76,18 @@ def copy_tensors(
 
     size = min(CHUNK_BYTES, sum(record.byte_length for record in records))
     buffers = [memoryview(bytearray(size)) for _ in range(CHUNKS)]
-    hashed: list[Future[None]] = []  # one for each buffer in use, the oldest first
     _write(target, memoryview(header), 0)
-    with flushing(target) as flush, helper() as beside:
+    with flushing(target) as flush, Helper() as helper:
         for number, chunk in enumerate(_cut(records, size)):
-            if len(hashed) == CHUNKS:
-                hashed.pop(0).result()
             pieces = list(_place(chunk, buffers[number % CHUNKS]))
             for record, _, view in pieces:
                 _fill(read_into, view, record.name)
-            hashed.append(beside.submit(hash_all, pieces))
+            helper.give(partial(hash_all, pieces))
             for record, offset, view in pieces:
                 _require_finite(record, offset, view)
                 _write(target, view, begins[record.name] + offset)
                 flush(len(view))
-        for each in hashed:
-            each.result()
+            helper.wait(CHUNKS - 1)
     if read_into(buffers[0][:1]):
         raise InspectError("safetensors: bytes after the last tensor; write the file again", reason="trailing_bytes")
     return [
@@ -104,6 +100,12 @@ def copy_tensors(
         )
         for record in records
     ]
+
+
+def is_canonical(records: Sequence[TensorRecord]) -> bool:
+    """Return whether ``copy_tensors`` writes its file from front to back: the source's order is that of the store."""
+    layout = lay_out([(record.name, record.dtype, record.shape) for record in records])
+    return [record.name for record in layout] == [record.name for record in records]
 
 
 def create_file(path: Path) -> io.FileIO:
@@ -130,28 +132,25 @@ def read_tensors(path: Path, manifest: Manifest) -> dict[str, memoryview]:
     header = encode_header(layout)
     size = len(header) + layout[-1].end
     try:
-        with io.FileIO(str(path), "rb", opener=_open_strictly) as file:
+        with io.FileIO(str(path), "rb", opener=open_strictly) as file:
             actual_size = os.fstat(file.fileno()).st_size
             if actual_size != size:
                 raise _mismatch(path, f"{size} bytes", f"{actual_size} bytes")
             if file.read(len(header)) != header:
                 raise _mismatch(path, "the header of its manifest", "another header")
-            tensors = dict(_allocate_tensors(layout))
+            tensors = dict(allocate_tensors(layout))
             offset = len(header)
-            with helper() as beside:
-                hashed = []
-                for group in _group([(record.name, tensors[record.name]) for record in layout]):
-                    _read_into_all(file.fileno(), [view for _, view in group], offset)
+            with Helper() as helper:
+                for group in group_views([(record.name, tensors[record.name]) for record in layout]):
+                    read_into_all(file.fileno(), [view for _, view in group], offset)
                     offset += sum(len(view) for _, view in group)
-                    hashed.append(beside.submit(_require_digests, path, group, expected))
-            for each in hashed:
-                each.result()
+                    helper.give(partial(_require_digests, path, group, expected))
     except OSError as error:
         raise StoreError(f"{path}: cannot read: {error.strerror}; add the adapter again", path=str(path)) from error
     return tensors
 
 
-def _group(views: Sequence[tuple[str, memoryview]]) -> Iterator[list[tuple[str, memoryview]]]:
+def group_views(views: Sequence[tuple[str, memoryview]]) -> Iterator[list[tuple[str, memoryview]]]:
     """Yield the views in order, in lists of READ_BYTES or a little more."""
     group: list[tuple[str, memoryview]] = []
     size = 0
@@ -172,11 +171,13 @@ def _require_digests(path: Path, group: Sequence[tuple[str, memoryview]], expect
             raise _mismatch(path, expected[name], actual, tensor=name)
 
 
-def _open_strictly(path: str, flags: int) -> int:
+def open_strictly(path: str, flags: int) -> int:
+    """Open a file of the store, and no link in its place: an ``opener``."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
-def _allocate_tensors(layout: Sequence[TensorRecord]) -> Iterator[tuple[str, memoryview]]:
+def allocate_tensors(layout: Sequence[TensorRecord]) -> Iterator[tuple[str, memoryview]]:
+    """Yield private memory for each tensor by name, aligned, the B factors apart from the others."""
     for is_b in (False, True):
         ends = [0]
         records = [record for record in layout if record.name.endswith(B_SUFFIX) == is_b]
@@ -242,7 +243,7 @@ def _write(target: io.FileIO, view: memoryview, offset: int) -> None:
             view, offset = view[count:], offset + count
 
 
-def _read_into_all(descriptor: int, views: Sequence[memoryview], offset: int) -> None:
+def read_into_all(descriptor: int, views: Sequence[memoryview], offset: int) -> None:
     """Fill buffers from a file, one after another; what the file lacks stays as it is, and the digests will say so.
 
     In few calls: each hands the interpreter to a thread that may be in the middle of a step.

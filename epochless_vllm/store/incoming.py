@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from epochless_vllm.durable import FileLock, rename_durable, storage_error
-from epochless_vllm.errors import StoreLockedError
+from epochless_vllm.errors import StoreError, StoreLockedError
+
+_NAME = re.compile(r"[0-9]+-[0-9a-f]{16}")
 
 
 class Incoming:
@@ -45,6 +48,16 @@ class Incoming:
         grave = self._fresh()
         rename_durable(directory, grave)
         self._discard(grave)
+
+    def path_of(self, name: str) -> Path:
+        """Return the path of an entry.
+
+        Raises:
+            StoreError: an entry is never named so.
+        """
+        if not _NAME.fullmatch(name):
+            raise StoreError(f"{self.path}: no entry is named {name[:40]!a}", path=str(self.path))
+        return self.path / name
 
     def names(self) -> tuple[str, ...]:
         """Return the entries, locks included, sorted."""

@@ -9,7 +9,6 @@ read hashes them again. Any process may read or ingest at any time. Knows no pol
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
@@ -17,6 +16,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from epochless_vllm.durable import crash_point, fsync_directory, fsync_files, rename_durable, storage_error
 from epochless_vllm.errors import (
@@ -30,8 +30,8 @@ from epochless_vllm.errors import (
 from epochless_vllm.protocol.digests import digest, parse_digest
 from epochless_vllm.protocol.manifest import RECIPE, Manifest, RevisionId, decode_manifest, manifest_from_parts
 from epochless_vllm.store import adapters
-from epochless_vllm.store.adapters import InspectedAdapter, config_of
-from epochless_vllm.store.blobs import ReadInto, Watcher, copy_tensors, create_file, read_tensors
+from epochless_vllm.store.adapters import InspectedAdapter, config_of, encode_config
+from epochless_vllm.store.blobs import ReadInto, Watcher, copy_tensors, create_file, is_canonical, read_tensors
 from epochless_vllm.store.documents import MAX_BYTES, parse_document
 from epochless_vllm.store.incoming import Incoming, list_names, storage_errors
 from epochless_vllm.store.lora_config import AdapterConfig
@@ -39,6 +39,7 @@ from epochless_vllm.store.permissions import make_private_directory
 from epochless_vllm.store.reports import CollectReport, Damage, FsckReport
 from epochless_vllm.store.safetensors import read_header
 from epochless_vllm.store.sources import CONFIG_NAME, TENSORS_NAME, open_adapter_directory
+from epochless_vllm.store.staged import StagedRevision
 from epochless_vllm.store.uploads import Upload, open_uploads
 
 MANIFEST_NAME = "manifest.json"
@@ -48,6 +49,7 @@ RESERVED_BYTES = 16 << 20  # left free on the disk, so that an adapter cannot st
 _HEX = re.compile(r"[0-9a-f]{64}")
 
 Watch = Callable[[AdapterConfig], Watcher]
+Announce = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -100,12 +102,19 @@ class RevisionStore:
     # Writing
 
     def ingest_directory(
-        self, path: Path | str, *, import_root: Path | str | None = None, watch: Watch | None = None
+        self,
+        path: Path | str,
+        *,
+        import_root: Path | str | None = None,
+        watch: Watch | None = None,
+        announce: Announce | None = None,
     ) -> Ingested:
         """Inspect an adapter directory and copy it in; the same content again changes nothing.
 
         Args:
             watch: makes a watcher of the bytes from the adapter's configuration.
+            announce: given the name by which ``open_staged`` finds the revision while it is written; not called where
+                it is not written from front to back. Must not raise.
 
         Raises:
             AdapterNotFoundError, PathRefusedError: see ``open_adapter_directory``.
@@ -119,10 +128,15 @@ class RevisionStore:
                 source.config.check_unchanged()
                 source.tensors.check_unchanged()
 
-            return self._ingest(adapter, source.tensors.read_into, check_unchanged, watch)
+            return self._ingest(adapter, source.tensors.read_into, check_unchanged, watch, announce)
 
-    def ingest_files(self, files: Mapping[str, Upload], *, watch: Watch | None = None) -> Ingested:
+    def ingest_files(
+        self, files: Mapping[str, Upload], *, watch: Watch | None = None, announce: Announce | None = None
+    ) -> Ingested:
         """Inspect adapter_config.json and adapter_model.safetensors given as streams and copy them in.
+
+        Args:
+            watch, announce: as ``ingest_directory``.
 
         Raises:
             InspectError, AdapterConfigError: the adapter cannot be served exactly as written.
@@ -132,7 +146,7 @@ class RevisionStore:
         document = parse_document(config.read_bounded(MAX_BYTES), subject=CONFIG_NAME)
         records, data_begin = read_header(tensors.read, None)
         adapter = adapters.inspect_parts(document, records, data_begin)
-        return self._ingest(adapter, tensors.read_into, lambda: None, watch)
+        return self._ingest(adapter, tensors.read_into, lambda: None, watch, announce)
 
     def clear_incoming(self) -> tuple[str, ...]:
         """Remove what interrupted writers left behind, and return the names; call it at start."""
@@ -193,11 +207,23 @@ class RevisionStore:
         """
         manifest = self.manifest(revision_id)
         config = config_of(manifest)
-        expected, actual = _config_bytes(config), self._read_file(revision_id, CONFIG_NAME)
+        expected, actual = encode_config(config), self._read_file(revision_id, CONFIG_NAME)
         if actual != expected:
             raise _damaged(revision_id, CONFIG_NAME, f"{len(expected)} bytes of its manifest", f"{len(actual)} others")
         tensors = read_tensors(self._directory(revision_id) / TENSORS_NAME, manifest)
         return StoredRevision(manifest, config, tensors)
+
+    def open_staged(self, name: str) -> StagedRevision:
+        """Return the reader of a revision that is being written, by the name that was announced.
+
+        Raises:
+            StoreError, InspectError, AdapterConfigError: see ``StagedRevision``.
+        """
+        return StagedRevision(self._incoming.path_of(name))
+
+    def is_staged(self, name: str) -> bool:
+        """Return whether a revision is still being written under a name that was announced."""
+        return self._incoming.path_of(name).exists()
 
     def fsck(self) -> FsckReport:
         """Hash every revision and name everything that does not belong; changes nothing."""
@@ -226,25 +252,28 @@ class RevisionStore:
         read_into: ReadInto,
         check_unchanged: Callable[[], None],
         watch: Watch | None,
+        announce: Announce | None,
     ) -> Ingested:
         adapters.check_coverage(adapter, self._base_modules)
         self._check_room(adapter.byte_length)
         watcher = None if watch is None else watch(adapter.config)
         with self._incoming.staging() as directory, ExitStack() as files:
+
+            def write(name: str, payload: bytes) -> IO[bytes]:
+                file = files.enter_context(create_file(directory / name))
+                with storage_errors(directory / name, "write"):
+                    file.write(payload)
+                return file
+
+            config = write(CONFIG_NAME, encode_config(adapter.config))
             target = files.enter_context(create_file(directory / TENSORS_NAME))
+            if announce is not None and is_canonical(adapter.tensors):
+                announce(directory.name)
             entries = copy_tensors(read_into, adapter.tensors, target, watcher=watcher)
             check_unchanged()
             manifest = manifest_from_parts(adapter.config.manifest_config(), entries)
             crash_point("ingest.copy")
-            written = [target]
-            for name, payload in (
-                (MANIFEST_NAME, manifest.encode()),
-                (CONFIG_NAME, _config_bytes(adapter.config)),
-            ):
-                file = files.enter_context(create_file(directory / name))
-                with storage_errors(directory / name, "write"):
-                    file.write(payload)
-                written.append(file)
+            written = [target, config, write(MANIFEST_NAME, manifest.encode())]
             fsync_files(written)
             files.close()
             fsync_directory(directory)
@@ -309,10 +338,6 @@ class RevisionStore:
             ) from error
         except OSError as error:
             raise storage_error(error, path, "read") from error
-
-
-def _config_bytes(config: AdapterConfig) -> bytes:
-    return json.dumps(config.peft_config(), indent=2, sort_keys=True).encode("ascii") + b"\n"
 
 
 def _damaged(revision_id: RevisionId, name: str, expected: str, actual: str) -> DigestMismatchError:

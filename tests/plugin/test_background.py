@@ -39,3 +39,16 @@ def test_an_engine_core_leaves_named_cores_if_others_are_left(
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: chosen.append(set(cores)))
     background.leave_ranks_their_cores()
     assert chosen == ([] if moved is None else [moved])
+
+
+@pytest.mark.parametrize(("idle", "moved"), [(True, {0, 1, 2, 3}), (False, {1, 2, 3})])
+def test_a_publishing_thread_leaves_named_cores_unless_nobody_computes_there(
+    monkeypatch: pytest.MonkeyPatch, idle: bool, moved: set[int]
+) -> None:
+    chosen: list[set[int]] = []
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0")
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(os, "setpriority", lambda *_: None)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: chosen.append(set(cores)))
+    background.step_aside(idle=idle)
+    assert chosen == [moved]

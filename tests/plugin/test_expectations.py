@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -65,7 +66,12 @@ def test_shards_are_the_columns_and_rows_of_this_rank() -> None:
     random = np.random.default_rng(3)
     a = random.integers(0, 1 << 32, (4, 16), dtype=np.uint32)
     b = random.integers(0, 1 << 32, (24, 4), dtype=np.uint32)
-    pair = ExpectedPair(a, b, sha256_of(a), sha256_of(b))
+    made: list[str] = []
+
+    def make(name: str, bits: np.ndarray) -> Callable[[], np.ndarray]:
+        return lambda: (made.append(name), bits)[1]
+
+    pair = ExpectedPair(sha256_of(a), sha256_of(b), make("a", a), make("b", b))
     whole = SlicePlan("m", 16, 24, (0, 16), ((0, 24),))
     row = SlicePlan("m", 16, 24, (8, 16), ((0, 24),))
     fused = SlicePlan("m", 16, 24, (0, 16), ((4, 8), (12, 16), (20, 24)))
@@ -74,6 +80,7 @@ def test_shards_are_the_columns_and_rows_of_this_rank() -> None:
         for name, item in (("whole", whole), ("row", row), ("fused", fused))
     )
     expected = expect_slots(plans, {"m": pair})
+    assert sorted(made) == ["a", "b"]  # a rank that keeps a whole tensor needs its hash alone
     assert expected["whole"] == [(sha256_of(a), sha256_of(b)), None]
     assert expected["row"] == [(sha256_of(a[:, 8:].copy()), sha256_of(b)), None]
     assert expected["fused"][0] == (sha256_of(a), sha256_of(np.vstack([b[4:8], b[12:16], b[20:24]])))

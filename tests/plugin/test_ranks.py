@@ -237,6 +237,34 @@ def test_a_channel_that_ended_is_opened_anew_and_the_message_repeated(
     assert len(listening.calls) == 4
 
 
+def test_every_rank_hears_of_what_is_being_written_once_its_channel_is_open(
+    listening: ListeningEngines, tmp_path: Path
+) -> None:
+    def announce(loop: asyncio.AbstractEventLoop) -> None:
+        port = ranks(listening, tmp_path, loop)
+        port.announce("1-a")
+        assert listening.calls == []  # publishing does not wait for a step to say so
+        port.call({**ORDER, "kind": "commit"})
+        port.announce("1-b")
+
+    on_loop(announce)
+    assert listening.heard == {name: ["commit", "load_early"] for name in listening.listeners}
+
+
+def test_a_rank_that_cannot_hear_of_it_fails_nothing(listening: ListeningEngines, tmp_path: Path) -> None:
+    def announce(loop: asyncio.AbstractEventLoop) -> None:
+        port = ranks(listening, tmp_path, loop)
+        port.call({**ORDER, "kind": "commit"})
+        assert port._channel is not None
+        port._channel.close()
+        listening.listen("engine0/rank1")
+        port.announce("1-a")
+        replies = port.call({**ORDER, "kind": "commit"})
+        assert [reply["ok"] for reply in replies.values()] == [True] * 4
+
+    on_loop(announce)
+
+
 def test_a_rank_that_is_gone_is_named(listening: ListeningEngines, tmp_path: Path) -> None:
     listening.listeners["engine1/rank1"].close()
     replies = on_loop(lambda loop: ranks(listening, tmp_path, loop).call({**ORDER, "kind": "commit"}))

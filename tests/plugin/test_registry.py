@@ -76,3 +76,17 @@ def test_what_is_removed_never_comes_in(looked: bool) -> None:
     assert not registry.remove(1)
     assert manager.list_adapters() == set()
     assert (registry.get(1), registry.held()) == (None, {})
+
+
+def test_an_engine_is_idle_until_a_step_looks_and_from_a_second_after_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 5000.0
+    monkeypatch.setattr("epochless_vllm.plugin.registry.time.monotonic", lambda: now)
+    manager = Manager()
+    registry = AdapterRegistry(manager, "rank")
+    assert registry.is_idle()
+    manager.list_adapters()
+    assert not registry.is_idle()
+    now += 0.9
+    assert not registry.is_idle()
+    now += 0.2
+    assert registry.is_idle()

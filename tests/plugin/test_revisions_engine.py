@@ -19,6 +19,8 @@ from epochless_vllm.errors import (
     RetiredRevisionError,
     StepConflictError,
 )
+from epochless_vllm.store.revisions import RevisionStore
+from tests.adapters import encode_safetensors
 from tests.engines import finish, generate, logprob_of, make_engine, start, tokens_of
 from tests.tiny_model import make_adapter, make_model
 
@@ -156,6 +158,49 @@ def test_more_revisions_than_slots_in_one_batch_keep_their_own_rows(
     for request_id, expected in zip(ids, alone, strict=True):
         assert tokens_of(outputs[request_id]) == tokens_of(expected)
         assert logprob_of(outputs[request_id]) == pytest.approx(logprob_of(expected), abs=1e-3)
+
+
+def test_an_adapter_is_loaded_while_the_store_writes_it_and_read_from_there_if_it_was_not(
+    llm: Any,
+    publish: Callable[..., Any],
+    policy: str,
+    root: Path,
+    fresh_oracle: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both ways lead to one registered digest, one slot digest (or activation would fail) and the same tokens."""
+    from safetensors.numpy import load_file
+
+    from epochless_vllm.plugin.engine import publish as publish_directory
+    from epochless_vllm.plugin.engine import resolve, retire, service_of
+
+    read: list[str] = []
+    store_read = RevisionStore.read
+
+    def note_read(self: RevisionStore, revision_id: Any) -> Any:
+        read.append(revision_id)
+        return store_read(self, revision_id)
+
+    monkeypatch.setattr(RevisionStore, "read", note_read)
+    directory = make_adapter(root / "early", seed=11)
+    publish(make_adapter(root / "first", seed=12), name=policy + "-first")  # the ranks' channels are open from here on
+    read.clear()
+    early = publish_directory(llm, directory, policy=policy)
+    tokens = tokens_of(fresh_oracle(resolve(llm, policy)))
+    assert read == []
+
+    retire(llm, policy)
+    service_of(llm).pump()
+    backwards = root / "backwards"
+    shutil.copytree(directory, backwards)
+    tensors = load_file(directory / "adapter_model.safetensors")
+    payload = encode_safetensors(tensors, order=sorted(tensors, reverse=True))
+    (backwards / "adapter_model.safetensors").write_bytes(payload)
+    late = publish_directory(llm, backwards, policy=policy)
+    assert late.publication.revision_id == early.publication.revision_id
+    assert read == [late.publication.revision_id] * 2  # the store's own copy is found sound, and the rank reads it
+    assert late.receipts == early.receipts
+    assert tokens_of(fresh_oracle(resolve(llm, policy))) == tokens
 
 
 def test_failed_publish_leaves_old_revisions_as_they_were(

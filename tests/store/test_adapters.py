@@ -112,7 +112,7 @@ def test_dtype_that_is_not_served_is_refused_by_name(tmp_path: Path, dtype: str)
 
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "I8"])
 def test_quantised_dtype_is_refused_by_name(tmp_path: Path, dtype: str) -> None:
-    directory = make_adapter(tmp_path, shape=MINUTE, rank=2)
+    directory = make_adapter(tmp_path, shape=MINUTE, rank=2, order=list(make_tensors(shape=MINUTE)))
     payload = (directory / "adapter_model.safetensors").read_bytes()
     # One byte per item: rewrite the first tensor's header as an eight-bit tensor of four times the width.
     old = b'{"dtype":"F32","shape":[2,8],"data_offsets":[0,64]}'

@@ -31,24 +31,12 @@ from epochless_vllm.errors import (
     UnknownRevisionError,
 )
 from epochless_vllm.protocol.manifest import RevisionId
-from epochless_vllm.store import beside, blobs
+from epochless_vllm.store import blobs
 from epochless_vllm.store.adapters import inspect_adapter
 from epochless_vllm.store.revisions import RevisionStore
 from tests.adapters import MINUTE, encode_safetensors, encode_tensor, make_adapter, make_config, make_tensors
 
 FILES = ("manifest.json", "adapter_model.safetensors", "adapter_config.json")
-
-
-def say_running(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, threads: int) -> None:
-    load = tmp_path / "loadavg"
-    load.write_text(f"0.20 0.18 0.12 {threads}/80 11206\n")
-    monkeypatch.setattr(beside, "_LOAD", load)
-
-
-@pytest.fixture(autouse=True)
-def _idle_core(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Hash by a thread, whatever else this machine does."""
-    say_running(monkeypatch, tmp_path_factory.mktemp("load"), 0)
 
 
 @pytest.fixture
@@ -461,42 +449,6 @@ def test_what_a_watcher_raises_fails_the_ingest(store: RevisionStore, adapter: P
     with pytest.raises(InspectError, match="does not like it"):
         store.ingest_directory(adapter, watch=lambda config: Watcher())
     assert store.list() == ()
-
-
-def test_hashing_stays_behind_the_thread_that_asks_for_it() -> None:
-    def place() -> tuple[int, int, set[int]]:
-        own = threading.get_native_id()
-        return own, os.getpriority(os.PRIO_PROCESS, own), os.sched_getaffinity(0)
-
-    with beside.helper() as thread:
-        helping, niceness, cores = thread.submit(place).result()
-    asking, own_niceness, own_cores = place()
-    assert helping != asking
-    assert niceness == min(19, own_niceness + beside.NICENESS)
-    assert cores >= own_cores
-
-
-@pytest.mark.parametrize("busy", [True, False], ids=["no core is idle", "nothing says so"])
-def test_hashing_waits_for_no_other_thread_where_no_core_is_idle(
-    store: RevisionStore, adapter: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, busy: bool
-) -> None:
-    say_running(monkeypatch, tmp_path, os.cpu_count() or 1)
-    if not busy:
-        beside._LOAD.unlink()
-    watching: set[int] = set()
-
-    class Watcher:
-        def update(self, record: Any, piece: memoryview) -> None:
-            watching.add(threading.get_native_id())
-
-    revision_id = store.ingest_directory(adapter, watch=lambda config: Watcher()).revision_id
-    assert watching == {threading.get_native_id()}
-    path = directory_of(store, revision_id) / "adapter_model.safetensors"
-    sound = path.read_bytes()
-    store.read(revision_id)
-    overwrite(path, sound[:-1] + bytes([sound[-1] ^ 1]))
-    with pytest.raises(DigestMismatchError):
-        store.read(revision_id)
 
 
 @pytest.mark.parametrize("failing", range(3))

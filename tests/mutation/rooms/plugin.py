@@ -8,6 +8,7 @@ from functools import partial
 from tests.mutation.mutants import Mutant, Room
 
 _B = partial(Mutant, "plugin/block_keys")
+_E = partial(Mutant, "plugin/early_loads")
 _G = partial(Mutant, "plugin/core")
 _H = partial(Mutant, "plugin/channel")
 _R = partial(Mutant, "plugin/ranks")
@@ -139,7 +140,27 @@ ADMISSION = (
 
 _LOADED = ("numpy", "torch", "vllm.sampling_params", "vllm.v1.core.kv_cache_utils", "vllm.v1.engine.core")
 
+EARLY_LOADS = (
+    _E("any revision taken", "assembled is not None and assembled.stored.manifest.revision_id == revision_id", "assembled is not None"),
+    _E("the first alone looked at", "                        return assembled\n        return None", "                        return assembled\n            return None"),
+    _E("taken twice", "                    if load in self._loads:\n                        self._forget(load)\n                        return assembled", "                    return assembled"),
+    _E("what is being written waited for", "if not load.ended.is_set() and not self._is_staged(load.staged):", "if not load.ended.is_set():"),
+    _E("what is written not waited for", "                load.ended.wait(WAIT_S)\n", "                pass\n"),
+    _E("waited for as long as it takes", "load.ended.wait(WAIT_S)", "load.ended.wait()"),
+    _E("any number at a time", "if len(self._loads) == MAX_LOADS:", "if False:"),
+    _E("no room made", "                if not ended:\n                    return\n                self._forget(ended[0])", "                return"),
+    _E("the newest makes room", "self._forget(ended[0])", "self._forget(ended[-1])"),
+    _E("kept until it is asked for", "load.taken.wait(KEEP_S)", "load.taken.wait()"),
+    _E("not kept", "            load.taken.wait(KEEP_S)\n", ""),
+    _E("a failure takes its place for ever", "            with self._lock:\n                if load in self._loads:\n                    self._forget(load)\n", ""),
+    _E("a failure is never over", "        finally:\n            load.ended.set()\n", "        finally:\n"),
+    _E("every fault is a refusal", "except EpochlessError as error:\n            logger.debug(\"an adapter was not loaded early: %s\", error.message)", "except Exception as error:\n            logger.debug(\"an adapter was not loaded early: %s\", error)"),
+    _E("on cores that serve", "step_aside(idle=self._is_idle())", "step_aside(idle=True)"),
+    _E("never on cores that serve", "step_aside(idle=self._is_idle())", "step_aside(idle=False)"),
+)  # fmt: skip
+
 ROOMS = (
+    Room("early loads", ("tests/plugin/test_early_loads.py",), EARLY_LOADS, preload=_LOADED),
     Room("block keys", ("tests/plugin/test_block_keys.py",), BLOCK_KEYS, preload=_LOADED),
     Room("retire fence", ("tests/plugin/test_gate.py", "tests/plugin/test_control.py"), GATE, preload=_LOADED),
     Room(
