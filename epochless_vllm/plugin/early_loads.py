@@ -8,6 +8,7 @@ is loaded. Knows no transactions.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 
 from epochless_vllm.errors import EpochlessError
@@ -57,7 +58,8 @@ class EarlyLoads:
                 self._forget(ended[0])
             load = _Load(staged)
             self._loads.append(load)
-        threading.Thread(target=self._run, args=(load,), name=f"epochless-early-{staged}", daemon=True).start()
+        arguments = (weakref.ref(self), load)
+        threading.Thread(target=_run_and_keep, args=arguments, name="epochless-early-load", daemon=True).start()
 
     def take(self, revision_id: str) -> Assembled | None:
         """Return the adapter of a revision that is written, and forget it here; None: load it."""
@@ -76,17 +78,31 @@ class EarlyLoads:
         self._loads.remove(load)
         load.taken.set()
 
-    def _run(self, load: _Load) -> None:
+    def run(self, load: _Load) -> None:
+        """Load, in the thread that is for it."""
         step_aside(idle=self._is_idle())
         try:
             with short_turns():
                 load.assembled = self._assemble(load.staged)
-            load.ended.set()
-            load.taken.wait(KEEP_S)
         except EpochlessError as error:
             logger.debug("an adapter was not loaded early: %s", error.message)
         finally:
             load.ended.set()
-            with self._lock:
-                if load in self._loads:
-                    self._forget(load)
+            if load.assembled is None:
+                self.give_up(load)
+
+    def give_up(self, load: _Load) -> None:
+        """Forget a load unless it was taken."""
+        with self._lock:
+            if load in self._loads:
+                self._forget(load)
+
+
+def _run_and_keep(loads: weakref.ref[EarlyLoads], load: _Load) -> None:
+    """Load, and keep what was loaded for a while; meanwhile the worker and its weights may go."""
+    if (alive := loads()) is not None:
+        alive.run(load)
+        del alive
+        load.taken.wait(KEEP_S)
+    if (alive := loads()) is not None:
+        alive.give_up(load)

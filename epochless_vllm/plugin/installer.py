@@ -58,11 +58,15 @@ class LoRAInstaller:
         return self._worker.model_runner.lora_manager._adapter_manager
 
     def load_early(self, staged: str) -> None:
-        """Begin to load a revision that is still being written, by the name it has until then; never raises.
+        """Begin to load a revision that is still being written, by the name it has until then.
 
-        Whatever fails is told when the revision is to be loaded.
+        Whatever fails later is told when the revision is to be loaded.
+
+        Raises:
+            StoreError: nothing is ever named so.
         """
-        self._early.begin(staged)
+        if self._store.is_staged(staged):
+            self._early.begin(staged)
 
     def load(self, order: Any) -> LoadedAdapter:
         """Read, verify and build a revision, unless that was done while it was written.

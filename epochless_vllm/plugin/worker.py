@@ -44,11 +44,18 @@ def _handle_weakly(rank: Rank) -> Callable[[dict[str, Any]], dict[str, Any]]:
         if alive is None:
             return {"ok": False, "code": "rank_ended", "reason": "the worker has ended"}
         if message.get("kind") == LOAD_EARLY:
-            alive.installer.load_early(str(message["staged"]))
-            return {"ok": True, "rank": alive.name}
+            return _load_early(alive, message)
         return alive.participant.handle(message)
 
     return handle
+
+
+def _load_early(rank: Rank, message: dict[str, Any]) -> dict[str, Any]:
+    try:
+        rank.installer.load_early(str(message["staged"]))
+    except Exception as error:  # noqa: BLE001  # the channel's other end loses nothing but time
+        return {"ok": False, "rank": rank.name, "code": "not_loaded_early", "reason": _describe(error)}
+    return {"ok": True, "rank": rank.name}
 
 
 def rank_name(engine_index: int, rank: int) -> str:
@@ -100,10 +107,13 @@ def epochless_activate(self: Any, lora_int_ids: list[int], in_step: list[int]) -
 
 
 def _failure(worker: Any, error: Exception) -> dict[str, Any]:
-    where = traceback.format_exception_only(error)[-1].strip()
     rank = getattr(worker, _ATTRIBUTE, None)
     name = rank.name if rank is not None else f"rank {getattr(worker, 'rank', '?')} of process {os.getpid()}"
-    return {"ok": False, "rank": name, "code": "rank_failed", "reason": where}
+    return {"ok": False, "rank": name, "code": "rank_failed", "reason": _describe(error)}
+
+
+def _describe(error: Exception) -> str:
+    return traceback.format_exception_only(error)[-1].strip()
 
 
 def install() -> None:

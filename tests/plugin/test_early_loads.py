@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -183,6 +184,18 @@ def test_what_nobody_asks_for_is_given_up(writer: Writer, loads: EarlyLoads, mon
     writer.finished["a"].set()
     wait_until(lambda: not loads._loads)
     assert loads.take("revision a") is None
+
+
+def test_what_is_kept_keeps_no_worker_alive(writer: Writer) -> None:
+    loads = EarlyLoads(writer.assemble, writer.is_staged, lambda: False)
+    gone = weakref.ref(loads)
+    loads.begin(writer.write("a"))
+    load = loads._loads[0]
+    writer.finished["a"].set()
+    assert load.ended.wait(10)
+    assert not load.taken.is_set()
+    del loads
+    wait_until(lambda: gone() is None)
 
 
 def test_two_that_ask_for_one_revision_do_not_both_get_it(writer: Writer, loads: EarlyLoads) -> None:
