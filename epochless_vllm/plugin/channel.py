@@ -98,8 +98,8 @@ class Channel:
 
         A rank without a reply is cut off: what it says later would be taken for the reply to another message.
         """
-        deadline = time.monotonic() + timeout_s
         with self._lock:
+            deadline = time.monotonic() + timeout_s
             replies: dict[str, Message | ChannelError] = {
                 rank: self._attempt(rank, lambda c: _send(c, message)) for rank in self._connections
             }

@@ -18,7 +18,7 @@ from epochless_vllm.plugin.logs import logger
 
 MAX_LOADS = 2  # at a time, each with an adapter's memory: one arriving while another is being decided
 KEEP_S = 30.0  # an adapter that nobody asked for
-WAIT_S = 5.0  # for one whose last bytes are written; it is loaded once more if it takes longer
+WAIT_S = 20.0  # for one whose last bytes are written; within a publication's deadline it could be loaded once more
 
 
 class _Load:
@@ -49,7 +49,11 @@ class EarlyLoads:
         self._loads: list[_Load] = []  # the oldest first
 
     def begin(self, staged: str) -> None:
-        """Begin to load what is being written under a name; does nothing while enough are loading."""
+        """Begin to load what is being written under a name; does nothing while enough are loading.
+
+        Raises:
+            RuntimeError: this process can have no more threads.
+        """
         with self._lock:
             if len(self._loads) == MAX_LOADS:
                 ended = [load for load in self._loads if load.ended.is_set()]
@@ -59,11 +63,17 @@ class EarlyLoads:
             load = _Load(staged)
             self._loads.append(load)
         arguments = (weakref.ref(self), load)
-        threading.Thread(target=_run_and_keep, args=arguments, name="epochless-early-load", daemon=True).start()
+        try:
+            threading.Thread(target=_run_and_keep, args=arguments, name="epochless-early-load", daemon=True).start()
+        except RuntimeError:
+            load.ended.set()
+            self.give_up(load)
+            raise
 
     def take(self, revision_id: str) -> Assembled | None:
         """Return the adapter of a revision that is written, and forget it here; None: load it."""
-        for load in list(self._loads):
+        loads = list(self._loads)
+        for load in sorted(loads, key=lambda load: not load.ended.is_set()):
             if not load.ended.is_set() and not self._is_staged(load.staged):
                 load.ended.wait(WAIT_S)
             assembled = load.assembled
@@ -80,8 +90,8 @@ class EarlyLoads:
 
     def run(self, load: _Load) -> None:
         """Load, in the thread that is for it."""
-        step_aside(idle=self._is_idle())
         try:
+            step_aside(idle=self._is_idle())
             with short_turns():
                 load.assembled = self._assemble(load.staged)
         except EpochlessError as error:

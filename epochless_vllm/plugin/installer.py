@@ -80,6 +80,8 @@ class LoRAInstaller:
             assembled = self._early.take(order.revision_id)
             if assembled is None:
                 assembled = self._loader.assemble(self._store.read(order.revision_id))
+            else:
+                self._store.read_description(order.revision_id)  # what is committed must be found at a restart
         receipt = {
             "rank": self._rank,
             "source_digest": assembled.stored.manifest.revision_id,

@@ -40,10 +40,10 @@ _UNNAMED = 1  # the engine id of what is built before it has one
 
 
 class _Tensor(NamedTuple):
-    """A tensor as the registry holds it, and the SHA-256 of its bytes in hexadecimal."""
+    """A tensor as the registry is to hold it, and the SHA-256 in hexadecimal where the store has hashed this memory."""
 
     tensor: torch.Tensor
-    sha256: str
+    sha256: str | None
 
 
 @dataclass(frozen=True)
@@ -177,8 +177,7 @@ class AdapterLoader:
                 reason="non_finite",
                 tensor=entry.name,
             )
-        # The store has just hashed this very memory.
-        return _Tensor(tensor, str(entry.sha256).removeprefix("sha256:") if same else sha256_of(self.bits_of(tensor)))
+        return _Tensor(tensor, str(entry.sha256).removeprefix("sha256:") if same else None)
 
     def _is_finite(self, tensor: torch.Tensor) -> bool:
         if self.dtype == "F32":
@@ -221,10 +220,9 @@ class AdapterLoader:
         return entries
 
     def _hash_of(self, held: torch.Tensor, built: _Tensor) -> str:
-        known = built.tensor
-        if held.data_ptr() == known.data_ptr() and held.dtype == known.dtype and held.is_contiguous():
-            return built.sha256  # of this very memory
-        return sha256_of(self.bits_of(held))
+        read = built.tensor
+        same = held.data_ptr() == read.data_ptr() and held.dtype == read.dtype and held.is_contiguous()
+        return built.sha256 if same and built.sha256 is not None else sha256_of(self.bits_of(held))
 
     def expect_slots(self, assembled: Assembled) -> SlotShards:
         """Return what this rank's slots must hold of an adapter, computed from its bytes without the engine."""

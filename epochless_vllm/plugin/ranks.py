@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from epochless_vllm.errors import ChannelError
 from epochless_vllm.plugin.background import short_turns, step_aside
 from epochless_vllm.plugin.channel import Channel
 from epochless_vllm.plugin.expectations import DTYPE_OF_TORCH, expect_registered
+from epochless_vllm.plugin.logs import logger
 from epochless_vllm.plugin.worker import LOAD_EARLY, rank_name
 from epochless_vllm.protocol.manifest import RevisionId
 from epochless_vllm.store.revisions import RevisionStore
@@ -121,6 +123,7 @@ class EngineRanks:
         )
         self._expected: dict[str, concurrent.futures.Future[str]] = {}
         self._channel: Channel | None = None
+        self._channel_lock = threading.RLock()  # what is being written is announced outside the coordinator's turn
 
     def names(self) -> tuple[str, ...]:
         """Return every rank that must take part in a publication."""
@@ -142,16 +145,22 @@ class EngineRanks:
         A rank that does not hear of it, or cannot, loads the revision when it is told to prepare it; so do all before
         their channels are open.
         """
-        if self._channel is not None:
-            self._ask_channel({"kind": LOAD_EARLY, "staged": staged}, patience_s=ANNOUNCE_TIMEOUT_S)
+        with self._channel_lock:
+            replies = {}
+            if self._channel is not None:
+                replies = self._ask_channel({"kind": LOAD_EARLY, "staged": staged}, patience_s=ANNOUNCE_TIMEOUT_S)
+        for rank, reply in replies.items():
+            if not reply.get("ok"):
+                logger.warning("%s does not load early what is being written: %s", rank, reply.get("reason"))
 
     def _ask_ranks(self, message: dict[str, Any]) -> dict[str, dict[str, Any]]:
         """Send a message by the ranks' channels; by new ones where one had ended."""
-        known = self._channel is not None
-        replies = self._ask_channel(message)
-        if known and self._channel is None:  # repeating a message is harmless
+        with self._channel_lock:
+            known = self._channel is not None
             replies = self._ask_channel(message)
-        return replies
+            if known and self._channel is None:  # repeating a message is harmless
+                replies = self._ask_channel(message)
+            return replies
 
     def _ask_channel(self, message: dict[str, Any], *, patience_s: float = CALL_TIMEOUT_S) -> dict[str, dict[str, Any]]:
         if self._channel is None:

@@ -28,21 +28,29 @@ class AdapterRegistry:
     """Adapters by engine id. ``add`` and the readers may run in any thread, one ``add`` at a time."""
 
     def __init__(self, lora_manager: Any, rank: str) -> None:
-        """Wrap a worker's ``WorkerLoRAManager``, whose ``list_adapters`` is how the step loop looks at its registry."""
+        """Wrap a worker's ``WorkerLoRAManager``.
+
+        Its ``list_adapters`` is how the step loop looks at its registry, its ``set_active_adapters`` begins a step.
+        """
         self._manager = lora_manager._adapter_manager
         self._rank = rank
         self._held: dict[int, Any] = {}
         self._coming: dict[int, Any] = {}  # held, and not yet in the engine's registry
-        self._looked = -math.inf  # when the step loop last did
+        self._stepped = -math.inf  # when the step loop last set the adapters of a step, be there any or none
         list_adapters = lora_manager.list_adapters
+        set_active_adapters = lora_manager.set_active_adapters
 
         def list_all_adapters() -> set[int]:
-            self._looked = time.monotonic()
             self.take_in()
             adapters: set[int] = list_adapters()
             return adapters
 
+        def note_step(*arguments: Any) -> None:
+            self._stepped = time.monotonic()
+            set_active_adapters(*arguments)
+
         lora_manager.list_adapters = list_all_adapters
+        lora_manager.set_active_adapters = note_step
 
     def add(self, adapter: Adapter) -> None:
         """Hold an adapter; a second time does nothing.
@@ -63,7 +71,7 @@ class AdapterRegistry:
 
     def is_idle(self) -> bool:
         """Return whether no step has begun for ``IDLE_S``."""
-        return time.monotonic() - self._looked > IDLE_S
+        return time.monotonic() - self._stepped > IDLE_S
 
     def take_in(self) -> None:
         """Put what is coming into the engine's registry and pin it there. Step loop only."""

@@ -36,7 +36,7 @@ class Rank:
 
 
 def _handle_weakly(rank: Rank) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Return the rank's ``Participant.handle`` for a thread that must not keep the worker and its weights alive."""
+    """Return what answers the rank's messages, for a thread that must not keep the worker and its weights alive."""
     weak = weakref.ref(rank)
 
     def handle(message: dict[str, Any]) -> dict[str, Any]:

@@ -201,6 +201,7 @@ def check_coverage(adapter: InspectedAdapter, base: Collection[str]) -> None:
     targets, document = adapter.document.get("target_modules"), adapter.document
     if not isinstance(targets, list) or document.get("exclude_modules") or not set(adapter.modules) <= set(base):
         return
+    targets = frozenset(targets)
     layers = document.get("layers_to_transform")
     wanted_layers = None if layers in (None, []) else set(layers if isinstance(layers, list) else [layers])
     missing = [

@@ -28,7 +28,7 @@ class Helper:
         self._turn = threading.Lock()  # held while an action runs, whoever runs it
         self._wakes: SimpleQueue[bool] = SimpleQueue()  # True for each action, False at the end
         self._given = self._done = 0  # the one is the giver's, the other of who has the turn
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._alone = False
 
     def __enter__(self) -> Helper:
@@ -36,8 +36,7 @@ class Helper:
         # A publishing thread may be kept off the cores that serve; while those are idle, they shorten its work.
         cores = _CORES | os.sched_getaffinity(0)
         standing = (min(19, niceness + NICENESS), cores)
-        self._thread = threading.Thread(target=self._work, args=standing, name="epochless-helper", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._work, args=standing, name="epochless-helper", daemon=True).start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -46,9 +45,9 @@ class Helper:
             if kind is None:
                 self.wait()
         finally:
-            self._alone = True
+            with self._turn:  # nothing runs now, and nothing will
+                self._alone = True
             self._wakes.put(False)
-            self._thread.join()
 
     def give(self, action: Callable[[], None]) -> None:
         """Have an action done, by the end of the block at the latest."""
@@ -60,7 +59,7 @@ class Helper:
         """Return once at most ``left`` actions are not done; some of them may be done here.
 
         Raises:
-            Exception: what an action raised; those after it are dropped.
+            BaseException: what an action raised; those after it are dropped.
         """
         while self._has_more_than(left):
             if not self._turn.acquire(timeout=PATIENCE_S):
@@ -93,7 +92,7 @@ class Helper:
         try:
             if self._failure is None:
                 action()
-        except Exception as error:  # noqa: BLE001 - raised where it is waited for
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
             self._failure = error
         finally:
             self._done += 1

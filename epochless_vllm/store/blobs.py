@@ -76,7 +76,7 @@ def copy_tensors(
 
     size = min(CHUNK_BYTES, sum(record.byte_length for record in records))
     buffers = [memoryview(bytearray(size)) for _ in range(CHUNKS)]
-    _write(target, memoryview(header), 0)
+    write_whole(target, memoryview(header), 0)
     with flushing(target) as flush, Helper() as helper:
         for number, chunk in enumerate(_cut(records, size)):
             pieces = list(_place(chunk, buffers[number % CHUNKS]))
@@ -85,7 +85,7 @@ def copy_tensors(
             helper.give(partial(hash_all, pieces))
             for record, offset, view in pieces:
                 _require_finite(record, offset, view)
-                _write(target, view, begins[record.name] + offset)
+                write_whole(target, view, begins[record.name] + offset)
                 flush(len(view))
             helper.wait(CHUNKS - 1)
     if read_into(buffers[0][:1]):
@@ -135,9 +135,9 @@ def read_tensors(path: Path, manifest: Manifest) -> dict[str, memoryview]:
         with io.FileIO(str(path), "rb", opener=open_strictly) as file:
             actual_size = os.fstat(file.fileno()).st_size
             if actual_size != size:
-                raise _mismatch(path, f"{size} bytes", f"{actual_size} bytes")
+                raise mismatch(path, f"{size} bytes", f"{actual_size} bytes")
             if file.read(len(header)) != header:
-                raise _mismatch(path, "the header of its manifest", "another header")
+                raise mismatch(path, "the header of its manifest", "another header")
             tensors = dict(allocate_tensors(layout))
             offset = len(header)
             with Helper() as helper:
@@ -168,7 +168,7 @@ def _require_digests(path: Path, group: Sequence[tuple[str, memoryview]], expect
     for name, view in group:
         actual = digest_from_bytes(hashlib.sha256(view).digest())
         if actual != expected[name]:
-            raise _mismatch(path, expected[name], actual, tensor=name)
+            raise mismatch(path, expected[name], actual, tensor=name)
 
 
 def open_strictly(path: str, flags: int) -> int:
@@ -236,7 +236,12 @@ def _fill(read_into: ReadInto, view: memoryview, name: str) -> None:
         filled += count
 
 
-def _write(target: io.FileIO, view: memoryview, offset: int) -> None:
+def write_whole(target: io.FileIO, view: memoryview, offset: int) -> None:
+    """Write all of a buffer; a disk that takes only a part is asked again, and says why.
+
+    Raises:
+        StoreError: it cannot be written.
+    """
     with storage_errors(Path(str(target.name)), "write"):
         while view:
             count = os.pwrite(target.fileno(), view, offset)
@@ -260,7 +265,8 @@ def read_into_all(descriptor: int, views: Sequence[memoryview], offset: int) -> 
             left[0] = left[0][count:]
 
 
-def _mismatch(path: Path, expected: str, actual: str, *, tensor: str | None = None) -> DigestMismatchError:
+def mismatch(path: Path, expected: str, actual: str, *, tensor: str | None = None) -> DigestMismatchError:
+    """Return the error of a stored file that is not the one its revision determines."""
     subject = f"{path.parent.name}/{path.name}" + (f" tensor {tensor}" if tensor else "")
     return DigestMismatchError(
         f"{subject}: expected {expected}, got {actual}; publish the adapter again to replace it",

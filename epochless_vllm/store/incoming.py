@@ -59,6 +59,19 @@ class Incoming:
             raise StoreError(f"{self.path}: no entry is named {name[:40]!a}", path=str(self.path))
         return self.path / name
 
+    def has(self, name: str) -> bool:
+        """Return whether there is an entry; no where the filesystem does not say.
+
+        Raises:
+            StoreError: as ``path_of``.
+        """
+        path = self.path_of(name)
+        try:
+            path.stat()
+        except OSError:
+            return False
+        return True
+
     def names(self) -> tuple[str, ...]:
         """Return the entries, locks included, sorted."""
         return list_names(self.path)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
@@ -198,18 +198,25 @@ def check_declared(document: Mapping[str, Any], modules: Iterable[str]) -> None:
             _refuse(field, "must list module names")
         if names is not None and not isinstance(names, (list, str)):
             _refuse(field, "must be a list or a string")
+    selected = frozenset(targets) if isinstance(targets, list) else frozenset()
+    left_out = frozenset(excluded) if isinstance(excluded, list) else frozenset()
     for module in modules:
-        if isinstance(targets, list) and targets and not is_selected(module, targets):
+        if selected and not is_selected(module, selected):
             _refuse("target_modules", f"does not select {module}, which has tensors")
-        if isinstance(excluded, list) and is_selected(module, excluded):
+        if is_selected(module, left_out):
             _refuse("exclude_modules", f"excludes {module}, which has tensors")
         if layers is not None and layer_of(module) not in layers:
             _refuse("layers_to_transform", f"does not select {module}, which has tensors")
 
 
-def is_selected(module: str, names: list[str]) -> bool:
-    """Whether a list of full names or dotted endings selects a module, as PEFT reads ``target_modules``."""
-    return any(module == name or module.endswith("." + name) for name in names)
+def is_selected(module: str, names: Collection[str]) -> bool:
+    """Whether full names or dotted endings select a module, as PEFT reads ``target_modules``.
+
+    Args:
+        names: looked up once for each part of the module's name; a set, where there are many.
+    """
+    parts = module.split(".")
+    return any(".".join(parts[begin:]) in names for begin in range(len(parts)))
 
 
 def layer_of(module: str) -> int | None:

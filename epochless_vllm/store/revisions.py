@@ -19,19 +19,12 @@ from pathlib import Path
 from typing import IO
 
 from epochless_vllm.durable import crash_point, fsync_directory, fsync_files, rename_durable, storage_error
-from epochless_vllm.errors import (
-    DigestMismatchError,
-    EpochlessError,
-    InspectError,
-    StorageFullError,
-    StoreError,
-    UnknownRevisionError,
-)
+from epochless_vllm.errors import EpochlessError, InspectError, StorageFullError, StoreError, UnknownRevisionError
 from epochless_vllm.protocol.digests import digest, parse_digest
 from epochless_vllm.protocol.manifest import RECIPE, Manifest, RevisionId, decode_manifest, manifest_from_parts
-from epochless_vllm.store import adapters
+from epochless_vllm.store import adapters, blobs
 from epochless_vllm.store.adapters import InspectedAdapter, config_of, encode_config
-from epochless_vllm.store.blobs import ReadInto, Watcher, copy_tensors, create_file, is_canonical, read_tensors
+from epochless_vllm.store.blobs import ReadInto, Watcher
 from epochless_vllm.store.documents import MAX_BYTES, parse_document
 from epochless_vllm.store.incoming import Incoming, list_names, storage_errors
 from epochless_vllm.store.lora_config import AdapterConfig
@@ -194,7 +187,7 @@ class RevisionStore:
         payload = self._read_file(revision_id, MANIFEST_NAME)
         actual = RevisionId(digest(RECIPE, payload))
         if actual != revision_id:
-            raise _damaged(revision_id, MANIFEST_NAME, revision_id, actual)
+            raise blobs.mismatch(self._directory(revision_id) / MANIFEST_NAME, revision_id, actual)
         return decode_manifest(payload)
 
     def read(self, revision_id: RevisionId) -> StoredRevision:
@@ -205,13 +198,23 @@ class RevisionStore:
             DigestMismatchError: a file is not the one the revision determines.
             StoreError: a file is missing or cannot be read.
         """
+        manifest, config = self.read_description(revision_id)
+        tensors = blobs.read_tensors(self._directory(revision_id) / TENSORS_NAME, manifest)
+        return StoredRevision(manifest, config, tensors)
+
+    def read_description(self, revision_id: RevisionId) -> tuple[Manifest, AdapterConfig]:
+        """Return what a revision is, after comparing every byte of the two files that say it.
+
+        Raises:
+            UnknownRevisionError, DigestMismatchError, StoreError: as ``read``.
+        """
         manifest = self.manifest(revision_id)
         config = config_of(manifest)
         expected, actual = encode_config(config), self._read_file(revision_id, CONFIG_NAME)
         if actual != expected:
-            raise _damaged(revision_id, CONFIG_NAME, f"{len(expected)} bytes of its manifest", f"{len(actual)} others")
-        tensors = read_tensors(self._directory(revision_id) / TENSORS_NAME, manifest)
-        return StoredRevision(manifest, config, tensors)
+            path, wanted = self._directory(revision_id) / CONFIG_NAME, f"{len(expected)} bytes of its manifest"
+            raise blobs.mismatch(path, wanted, f"{len(actual)} others")
+        return manifest, config
 
     def open_staged(self, name: str) -> StagedRevision:
         """Return the reader of a revision that is being written, by the name that was announced.
@@ -223,7 +226,7 @@ class RevisionStore:
 
     def is_staged(self, name: str) -> bool:
         """Return whether a revision is still being written under a name that was announced."""
-        return self._incoming.path_of(name).exists()
+        return self._incoming.has(name)
 
     def fsck(self) -> FsckReport:
         """Hash every revision and name everything that does not belong; changes nothing."""
@@ -260,16 +263,15 @@ class RevisionStore:
         with self._incoming.staging() as directory, ExitStack() as files:
 
             def write(name: str, payload: bytes) -> IO[bytes]:
-                file = files.enter_context(create_file(directory / name))
-                with storage_errors(directory / name, "write"):
-                    file.write(payload)
+                file = files.enter_context(blobs.create_file(directory / name))
+                blobs.write_whole(file, memoryview(payload), 0)
                 return file
 
             config = write(CONFIG_NAME, encode_config(adapter.config))
-            target = files.enter_context(create_file(directory / TENSORS_NAME))
-            if announce is not None and is_canonical(adapter.tensors):
+            target = files.enter_context(blobs.create_file(directory / TENSORS_NAME))
+            if announce is not None and blobs.is_canonical(adapter.tensors):
                 announce(directory.name)
-            entries = copy_tensors(read_into, adapter.tensors, target, watcher=watcher)
+            entries = blobs.copy_tensors(read_into, adapter.tensors, target, watcher=watcher)
             check_unchanged()
             manifest = manifest_from_parts(adapter.config.manifest_config(), entries)
             crash_point("ingest.copy")
@@ -338,13 +340,3 @@ class RevisionStore:
             ) from error
         except OSError as error:
             raise storage_error(error, path, "read") from error
-
-
-def _damaged(revision_id: RevisionId, name: str, expected: str, actual: str) -> DigestMismatchError:
-    subject = f"{revision_id}/{name}"
-    return DigestMismatchError(
-        f"{subject}: expected {expected}, got {actual}; publish the adapter again to replace it",
-        expected=expected,
-        actual=actual,
-        subject=subject,
-    )

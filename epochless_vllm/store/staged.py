@@ -1,8 +1,8 @@
 """A revision that is still being written, read while it grows.
 
 What is read is in private memory and named by its own bytes: who asks for a revision compares the name, and so owes
-the writer no trust. Promises to end: with the revision, or with StoreError when the writer gave up, or stopped.
-Knows nothing of who writes.
+the writer no trust. Promises to end: with the revision, or with StoreError when the writer stopped; at once when it
+removed the file, unless the filesystem hides that from a reader, as NFS does. Knows nothing of who writes.
 """
 
 from __future__ import annotations
@@ -54,10 +54,11 @@ class StagedRevision:
             document = parse_document(payload, subject=CONFIG_NAME)
             records, self._begin = read_header(self._read_next, None)
             self.adapter: InspectedAdapter = inspect_parts(document, records, self._begin)
+            with storage_errors(self._path, "find memory"):  # of which only what is written is taken
+                self.tensors: dict[str, memoryview] = dict(allocate_tensors(records))
         except BaseException:
             self.close()
             raise
-        self.tensors: dict[str, memoryview] = dict(allocate_tensors(records))
         self._entries: list[TensorEntry] = []
 
     def __enter__(self) -> StagedRevision:

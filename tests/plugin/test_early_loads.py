@@ -156,6 +156,36 @@ def test_what_is_no_error_of_ours_is_shown_and_leaves_room(
     wait_until(lambda: not loads._loads)
 
 
+def test_a_load_that_gets_no_thread_is_told_and_leaves_room(
+    writer: Writer, loads: EarlyLoads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        for _ in range(2 * early_loads.MAX_LOADS):
+            with pytest.raises(RuntimeError, match="new thread"):
+                loads.begin(writer.write("a"))
+    assert not loads._loads
+    loads.begin(writer.write("b"))
+    writer.finished["b"].set()
+    assert loads.take("revision b") is not None
+
+
+def test_one_that_has_ended_is_taken_whatever_else_still_loads(
+    writer: Writer, loads: EarlyLoads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loads, "_is_staged", lambda name: False)  # both are written
+    for name in "ab":
+        loads.begin(writer.write(name))
+    writer.finished["b"].set()
+    assert loads._loads[1].ended.wait(10)
+    asker, answers = ask(loads, "revision b")
+    asker.join(3)
+    assert answers[0] is not None
+
+
 def test_no_more_are_loaded_than_there_is_room_for(writer: Writer, loads: EarlyLoads) -> None:
     names = [writer.write(f"n{number}") for number in range(early_loads.MAX_LOADS + 1)]
     for name in names:

@@ -29,9 +29,13 @@ class Manager:
         self._registered_adapters = EngineRegistry()
         self.capacity = 2
         self._adapter_manager = self
+        self.steps: list[Any] = []
 
     def list_adapters(self) -> set[int]:
         return set(self._registered_adapters)
+
+    def set_active_adapters(self, requests: set[Any], mapping: Any) -> None:
+        self.steps.append((requests, mapping))
 
     def remove_adapter(self, lora_int_id: int) -> bool:
         return self._registered_adapters.pop(lora_int_id, None) is not None
@@ -78,13 +82,16 @@ def test_what_is_removed_never_comes_in(looked: bool) -> None:
     assert (registry.get(1), registry.held()) == (None, {})
 
 
-def test_an_engine_is_idle_until_a_step_looks_and_from_a_second_after_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_is_idle_until_a_step_begins_and_from_a_second_after_the_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = 5000.0
     monkeypatch.setattr("epochless_vllm.plugin.registry.time.monotonic", lambda: now)
     manager = Manager()
     registry = AdapterRegistry(manager, "rank")
     assert registry.is_idle()
-    manager.list_adapters()
+    manager.set_active_adapters(set(), None)  # of a step without adapters
+    assert manager.steps == [(set(), None)]
     assert not registry.is_idle()
     now += 0.9
     assert not registry.is_idle()

@@ -203,6 +203,33 @@ def test_an_adapter_is_loaded_while_the_store_writes_it_and_read_from_there_if_i
     assert tokens_of(fresh_oracle(resolve(llm, policy))) == tokens
 
 
+@pytest.mark.parametrize("name", ["manifest.json", "adapter_config.json"])
+def test_a_revision_that_a_restart_could_not_read_is_not_committed(
+    llm: Any, publish: Callable[..., Any], policy: str, root: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A rank that has loaded it on its way into the store still looks at what the store holds."""
+    from epochless_vllm.plugin.engine import publish as publish_directory
+    from epochless_vllm.plugin.engine import service_of
+
+    publish(make_adapter(root / f"sound-{name}", seed=13))
+    ingest = RevisionStore.ingest_directory
+    damaged: list[str] = []
+
+    def ingest_and_damage(self: RevisionStore, *arguments: Any, **options: Any) -> Any:
+        ingested = ingest(self, *arguments, **options)
+        path = self.root / "revisions" / ingested.revision_id.removeprefix("sha256:") / name
+        path.chmod(0o600)
+        path.write_bytes(path.read_bytes()[:-1])
+        damaged.append(ingested.revision_id)
+        return ingested
+
+    monkeypatch.setattr(RevisionStore, "ingest_directory", ingest_and_damage)
+    with pytest.raises(EpochlessError, match="publish the adapter again"):
+        publish_directory(llm, make_adapter(root / f"damaged-{name}", seed=14), policy=policy)
+    state = service_of(llm).journal.refresh()
+    assert damaged[0] not in state.adapters
+
+
 def test_failed_publish_leaves_old_revisions_as_they_were(
     llm: Any, adapters: dict[str, Path], publish: Callable[..., Any], policy: str, root: Path
 ) -> None:

@@ -24,6 +24,13 @@ def stop_thread(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     return may_begin
 
 
+def wait_for_no_helper() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "epochless-helper":
+            thread.join(10)
+            assert not thread.is_alive()
+
+
 def work(actions: list[Callable[[], None]], *, wait: bool = True, error: Exception | None = None) -> None:
     with Helper() as helper:
         for action in actions:
@@ -53,8 +60,10 @@ def test_a_thread_that_has_no_core_is_not_waited_for(monkeypatch: pytest.MonkeyP
             helper.give(partial(tell, done, number))
             helper.wait(1)
         helper.wait()
-        assert done == [(number, threading.get_ident()) for number in range(5)]
-        may_begin.set()
+    assert done == [(number, threading.get_ident()) for number in range(5)]
+    may_begin.set()  # the block has ended without it
+    wait_for_no_helper()
+    assert len(done) == 5
 
 
 def test_what_is_left_of_a_thread_that_stops_in_an_action_is_done_by_who_waits() -> None:
@@ -89,6 +98,37 @@ def test_a_failure_is_raised_to_who_waits_and_ends_the_work() -> None:
     assert [number for number, _ in done] == [0]
 
 
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+def test_what_ends_a_thread_is_raised_to_who_waits(error: type[BaseException]) -> None:
+    def end() -> None:
+        raise error
+
+    with pytest.raises(error):
+        work([end])
+
+
+def test_the_block_ends_only_after_the_action_in_progress() -> None:
+    done: list[tuple[int, int]] = []
+    began, may_end = threading.Event(), threading.Event()
+
+    def take_long() -> None:
+        began.set()
+        may_end.wait(10)
+        tell(done, 0)
+
+    with pytest.raises(ZeroDivisionError):
+        work_until(take_long, began, may_end)
+    assert len(done) == 1
+
+
+def work_until(action: Callable[[], None], began: threading.Event, may_end: threading.Event) -> None:
+    with Helper() as helper:
+        helper.give(action)
+        began.wait(10)
+        threading.Timer(0.02, may_end.set).start()
+        raise ZeroDivisionError
+
+
 def test_the_end_of_the_block_waits_for_what_was_given_and_raises_its_failure() -> None:
     def fail() -> None:
         raise KeyError("late")
@@ -100,10 +140,10 @@ def test_the_end_of_the_block_waits_for_what_was_given_and_raises_its_failure() 
 def test_nothing_runs_after_a_block_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     may_begin = stop_thread(monkeypatch)
     done: list[tuple[int, int]] = []
-    threading.Timer(0.01, may_begin.set).start()
     with pytest.raises(ZeroDivisionError):
         work([partial(tell, done, 0)], error=ZeroDivisionError())
-    assert "epochless-helper" not in {thread.name for thread in threading.enumerate()}
+    may_begin.set()
+    wait_for_no_helper()
     assert done == []
 
 
@@ -129,8 +169,7 @@ def test_the_thread_stays_behind_the_one_that_it_helps() -> None:
 
 
 def test_a_helper_leaves_no_thread_behind() -> None:
-    before = threading.active_count()
     for _ in range(20):
         with Helper() as helper:
             helper.give(lambda: None)
-    assert threading.active_count() == before
+    wait_for_no_helper()

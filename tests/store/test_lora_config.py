@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from epochless_vllm.errors import AdapterConfigError
 from epochless_vllm.protocol.canonical import encode_canonical
-from epochless_vllm.store.lora_config import config_from_manifest, layer_of, resolve_config
+from epochless_vllm.store.lora_config import config_from_manifest, is_selected, layer_of, resolve_config
 from tests.adapters import MINUTE, make_adapter, make_config, make_tensors, module_name
 
 Q0, Q1, HEAD = module_name("q_proj", 0), module_name("q_proj", 1), "lm_head"
@@ -288,3 +288,17 @@ def test_adapter_writer_of_the_tests_agrees_with_itself(tmp_path: Path) -> None:
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         assert (one / name).read_bytes() == (other / name).read_bytes()
     assert not np.array_equal(*(next(iter(make_tensors(seed, shape=MINUTE).values())) for seed in (0, 1)))
+
+
+def test_a_long_list_of_targets_is_looked_up_and_not_walked() -> None:
+    """A stored configuration names every module in full: hundreds of them, asked for by each rank beside its steps."""
+
+    class Names(frozenset[str]):
+        def __iter__(self) -> Any:
+            raise AssertionError("the list is walked once for each module")
+
+    names = Names(f"model.layers.{layer}.self_attn.q_proj" for layer in range(100))
+    assert is_selected("model.layers.42.self_attn.q_proj", names)
+    assert is_selected("base.model.layers.42.self_attn.q_proj", names)
+    assert not is_selected("model.layers.142.self_attn.q_proj", names)
+    assert not is_selected("odel.layers.42.self_attn.q_proj", names)

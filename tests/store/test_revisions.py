@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import os
+import resource
 import shutil
 import stat
 import threading
@@ -533,8 +534,31 @@ def test_disk_failure_anywhere_adds_nothing_and_is_our_error(
 
 def test_partial_writes_are_completed(store: RevisionStore, adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda fd, view, offset: original(fd, view[:7], offset))
+    written: set[str] = set()
+
+    def write_a_little(descriptor: int, view: memoryview, offset: int) -> int:
+        written.add(os.readlink(f"/proc/self/fd/{descriptor}").rpartition("/")[2])
+        return original(descriptor, view[:7], offset)
+
+    monkeypatch.setattr(os, "pwrite", write_a_little)
     store.read(store.ingest_directory(adapter).revision_id)
+    assert written >= set(FILES)
+
+
+def test_no_file_is_cut_by_a_disk_that_fills_in_the_middle_of_it(store: RevisionStore, adapter: Path) -> None:
+    """The system writes what fits and says only then that there is no room: short counts are not success."""
+    store.ingest_directory(adapter)  # afterwards only the content is new
+    sizes = sorted(path.stat().st_size for path in store.root.rglob("*") if path.name in FILES)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for size in sizes:
+        other = make_adapter(adapter.parent / f"cut-{size}", shape=MINUTE, rank=2, seed=size)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1, limits[1]))
+        try:
+            with pytest.raises(StorageFullError):
+                store.ingest_directory(other)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len(store.list()) == 1
 
 
 def test_missing_layer_is_refused_before_anything_is_copied(tmp_path: Path) -> None:

@@ -147,6 +147,8 @@ EARLY_LOADS = (
     _E("what is being written waited for", "if not load.ended.is_set() and not self._is_staged(load.staged):", "if not load.ended.is_set():"),
     _E("what is written not waited for", "                load.ended.wait(WAIT_S)\n", "                pass\n"),
     _E("waited for as long as it takes", "load.ended.wait(WAIT_S)", "load.ended.wait()"),
+    _E("no thread, and its place taken", "            load.ended.set()\n            self.give_up(load)\n            raise", "            raise"),
+    _E("the oldest first", "sorted(loads, key=lambda load: not load.ended.is_set())", "loads"),
     _E("any number at a time", "if len(self._loads) == MAX_LOADS:", "if False:"),
     _E("no room made", "                if not ended:\n                    return\n                self._forget(ended[0])", "                return"),
     _E("the newest makes room", "self._forget(ended[0])", "self._forget(ended[-1])"),
