@@ -8,7 +8,8 @@ the API key itself. Dies when upstream has routes for immutable revisions.
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from epochless_vllm.errors import (
+    AdapterNotFoundError,
     InvalidRequestError,
+    PathRefusedError,
     SeamError,
     UnknownRevisionError,
     UploadTooLargeError,
@@ -51,7 +54,8 @@ _REVISIONS = re.compile(r"(?P<policy>.+)/revisions/?")
 async def load_adapter(request: Request) -> JSONResponse:
     """Publish the adapter in a directory of the server's host, under a policy or ``policy-v<step>``."""
     body = await read_json(request, LoadAdapterRequest)
-    published = await _served(request).publisher.publish_directory(body.lora_path, body.lora_name, body.step)
+    with _named("lora_path"):
+        published = await _served(request).publisher.publish_directory(body.lora_path, body.lora_name, body.step)
     return JSONResponse(publish_reply(published).model_dump())
 
 
@@ -78,8 +82,19 @@ async def publish_revision(request: Request, rest: str) -> JSONResponse:
                 upload.close()
     else:
         body = await read_json(request, PublishRequest)
-        published = await served.publisher.publish_directory(body.path, policy, body.step)
+        with _named("path"):
+            published = await served.publisher.publish_directory(body.path, policy, body.step)
     return JSONResponse(publish_reply(published).model_dump())
+
+
+@contextmanager
+def _named(field: str) -> Iterator[None]:
+    """Let what is said against a path of the block name the field that it came in."""
+    try:
+        yield
+    except (AdapterNotFoundError, PathRefusedError) as error:
+        error.fields.setdefault("field", field)
+        raise
 
 
 async def list_policies(request: Request) -> JSONResponse:

@@ -142,6 +142,7 @@ def _not_ready(applied: Publication, wanted: int, *, retryable: bool) -> Epochle
     return WeightVersionNotReadyError(
         f"weight_version: {applied.policy} is at step {applied.step}, the request wants {wanted}; {advice}",
         type="WeightVersionNotReady",
+        field="weight_version",
         retryable=retryable,
         applied=applied.step,
         target_version=wanted,

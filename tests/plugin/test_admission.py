@@ -155,6 +155,7 @@ def test_version_constraints_hold_back_what_is_not_published_yet(tmp_path: Path)
         assert (error.retryable, error.applied, error.target_version) == (True, 6, 7)
         error = await check(front, chat("policy", weight_version={"exact_version": 5}))
         assert (error.type, error.retryable) == ("WeightVersionNotReady", False)
+        assert error.param == "weight_version"
 
     run_front_end(tmp_path / "store", scenario)
 

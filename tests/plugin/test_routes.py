@@ -141,6 +141,10 @@ def test_a_refused_adapter_answers_with_its_reason_and_publishes_nothing(
         response = await publish(front, paths.get(case, adapter))
         assert response.status_code == status, response.text
         error = error_of(response)
+        if case in paths:
+            assert error["param"] == "lora_path"
+            reply = await front.http.post("/v1/policies/policy/revisions", json={"path": str(paths[case])})
+            assert (reply.status_code, error_of(reply)["param"]) == (status, "path")
         if case == "rank":
             assert error["rank"] == "engine0/rank1"
             assert "layer 2: too wide" in error["message"]
