@@ -61,7 +61,8 @@ def test_a_thread_that_has_no_core_is_not_waited_for(monkeypatch: pytest.MonkeyP
             helper.wait(1)
         helper.wait()
     assert done == [(number, threading.get_ident()) for number in range(5)]
-    may_begin.set()  # the block has ended without it
+    assert "epochless-helper" in {thread.name for thread in threading.enumerate()}  # the block has ended without it
+    may_begin.set()
     wait_for_no_helper()
     assert len(done) == 5
 
@@ -99,12 +100,21 @@ def test_a_failure_is_raised_to_who_waits_and_ends_the_work() -> None:
 
 
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
-def test_what_ends_a_thread_is_raised_to_who_waits(error: type[BaseException]) -> None:
+def test_what_ends_the_thread_is_raised_to_who_waits(error: type[BaseException]) -> None:
+    began = threading.Event()
+
     def end() -> None:
+        began.set()
         raise error
 
     with pytest.raises(error):
-        work([end])
+        give_and_wait_for(began, end)
+
+
+def give_and_wait_for(began: threading.Event, action: Callable[[], None]) -> None:
+    with Helper() as helper:
+        helper.give(action)
+        assert began.wait(10)
 
 
 def test_the_block_ends_only_after_the_action_in_progress() -> None:

@@ -137,6 +137,19 @@ VALUES = (
     _B("pieces that cut an element", "room // width * width", "room"),
     _B("short write taken for a whole one", "view, offset = view[count:], offset + count", "view = view[:0]"),
     _B("symbolic link followed", "flags | os.O_NOFOLLOW | os.O_NONBLOCK", "flags | os.O_NONBLOCK"),
+    _R("a short write is success", "blobs.write_whole(file, memoryview(payload), 0)", "file.write(payload)"),
+    _R("manifest unchecked", "        if actual != revision_id:\n            raise blobs.mismatch(self._directory(revision_id) / MANIFEST_NAME", "        if False:\n            raise blobs.mismatch(self._directory(revision_id) / MANIFEST_NAME"),
+    _R("stored configuration unchecked", "        if actual != expected:\n", "        if False:\n"),
+    _R("file that changes while it is read", "            check_unchanged()\n            manifest", "            manifest"),
+    _R("damaged copy kept", "            if self._is_sound(revision_id):", "            if True:"),
+    _R("any size", "if byte_length > self._max_adapter_bytes:", "if False:"),
+    _R("full disk", "        if byte_length > free:", "        if False:"),
+    _R("kept revision collected", "if revision_id in keep or directory", "if directory"),
+    _R("young revision collected", "if revision_id in keep or directory.stat().st_mtime > horizon:", "if revision_id in keep:"),
+    _R("coverage unchecked on the way in", "        adapters.check_coverage(adapter, self._base_modules)\n", ""),
+)  # fmt: skip
+
+BESIDE = (
     _B("every order taken for the store's", "return [record.name for record in layout] == [record.name for record in records]", "return bool(layout)"),
     _H("what was given is not waited for", "            if kind is None:\n                self.wait()\n", "            pass\n"),
     _H("what was given runs after the block", "            with self._turn:  # nothing runs now, and nothing will\n                self._alone = True\n", ""),
@@ -161,19 +174,9 @@ VALUES = (
     _T("patience from the beginning", "                end, seen, pause = time.monotonic() + self._patience_s, status.st_size, LOOK_S", "                seen = status.st_size"),
     _I("any name", "if not _NAME.fullmatch(name):", "if False:"),
     _I("name that begins well", "if not _NAME.fullmatch(name):", "if not _NAME.match(name):"),
-    _R("a short write is success", "blobs.write_whole(file, memoryview(payload), 0)", "file.write(payload)"),
     _R("every source announced", "if announce is not None and blobs.is_canonical(adapter.tensors):", "if announce is not None:"),
     _R("no source announced", "if announce is not None and blobs.is_canonical(adapter.tensors):", "if False:"),
     _R("announced when it is written", "            entries = blobs.copy_tensors(read_into, adapter.tensors, target, watcher=watcher)\n", "            entries = blobs.copy_tensors(read_into, adapter.tensors, target, watcher=watcher)\n            announce is None or announce(directory.name)\n"),
-    _R("manifest unchecked", "        if actual != revision_id:\n            raise blobs.mismatch(self._directory(revision_id) / MANIFEST_NAME", "        if False:\n            raise blobs.mismatch(self._directory(revision_id) / MANIFEST_NAME"),
-    _R("stored configuration unchecked", "        if actual != expected:\n", "        if False:\n"),
-    _R("file that changes while it is read", "            check_unchanged()\n            manifest", "            manifest"),
-    _R("damaged copy kept", "            if self._is_sound(revision_id):", "            if True:"),
-    _R("any size", "if byte_length > self._max_adapter_bytes:", "if False:"),
-    _R("full disk", "        if byte_length > free:", "        if False:"),
-    _R("kept revision collected", "if revision_id in keep or directory", "if directory"),
-    _R("young revision collected", "if revision_id in keep or directory.stat().st_mtime > horizon:", "if revision_id in keep:"),
-    _R("coverage unchecked on the way in", "        adapters.check_coverage(adapter, self._base_modules)\n", ""),
 )  # fmt: skip
 
 ROOMS = (
@@ -198,13 +201,14 @@ ROOMS = (
     ),
     Room(
         "stored bytes",
-        (
-            "tests/store/test_finite.py",
-            "tests/store/test_revisions.py",
-            "tests/store/test_beside.py",
-            "tests/store/test_staged.py",
-        ),
+        ("tests/store/test_finite.py", "tests/store/test_revisions.py"),
         VALUES,
+        preload=("numpy", "safetensors"),
+    ),
+    Room(
+        "read while written",
+        ("tests/store/test_beside.py", "tests/store/test_staged.py"),
+        BESIDE,
         preload=("numpy", "safetensors"),
     ),
 )
