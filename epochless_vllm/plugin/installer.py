@@ -81,7 +81,8 @@ class LoRAInstaller:
             if assembled is None:
                 assembled = self._loader.assemble(self._store.read(order.revision_id))
             else:
-                self._store.read_description(order.revision_id)  # what is committed must be found at a restart
+                # What is committed must be found at a restart.
+                self._store.check_description(order.revision_id, assembled.stored.config)
         receipt = {
             "rank": self._rank,
             "source_digest": assembled.stored.manifest.revision_id,

@@ -184,11 +184,7 @@ class RevisionStore:
             UnknownRevisionError: the store does not hold it.
             DigestMismatchError: its manifest is damaged.
         """
-        payload = self._read_file(revision_id, MANIFEST_NAME)
-        actual = RevisionId(digest(RECIPE, payload))
-        if actual != revision_id:
-            raise blobs.mismatch(self._directory(revision_id) / MANIFEST_NAME, revision_id, actual)
-        return decode_manifest(payload)
+        return decode_manifest(self._read_manifest(revision_id))
 
     def read(self, revision_id: RevisionId) -> StoredRevision:
         """Return a revision after hashing every byte of it.
@@ -198,23 +194,23 @@ class RevisionStore:
             DigestMismatchError: a file is not the one the revision determines.
             StoreError: a file is missing or cannot be read.
         """
-        manifest, config = self.read_description(revision_id)
+        manifest = self.manifest(revision_id)
+        config = config_of(manifest)
+        self.check_description(revision_id, config)
         tensors = blobs.read_tensors(self._directory(revision_id) / TENSORS_NAME, manifest)
         return StoredRevision(manifest, config, tensors)
 
-    def read_description(self, revision_id: RevisionId) -> tuple[Manifest, AdapterConfig]:
-        """Return what a revision is, after comparing every byte of the two files that say it.
+    def check_description(self, revision_id: RevisionId, config: AdapterConfig) -> None:
+        """Compare every byte of the two files that say what a revision is, without parsing them.
 
         Raises:
             UnknownRevisionError, DigestMismatchError, StoreError: as ``read``.
         """
-        manifest = self.manifest(revision_id)
-        config = config_of(manifest)
+        self._read_manifest(revision_id)
         expected, actual = encode_config(config), self._read_file(revision_id, CONFIG_NAME)
         if actual != expected:
             path, wanted = self._directory(revision_id) / CONFIG_NAME, f"{len(expected)} bytes of its manifest"
             raise blobs.mismatch(path, wanted, f"{len(actual)} others")
-        return manifest, config
 
     def open_staged(self, name: str) -> StagedRevision:
         """Return the reader of a revision that is being written, by the name that was announced.
@@ -327,6 +323,13 @@ class RevisionStore:
 
     def _directory(self, revision_id: RevisionId) -> Path:
         return self._revisions / parse_digest(revision_id).removeprefix("sha256:")
+
+    def _read_manifest(self, revision_id: RevisionId) -> bytes:
+        payload = self._read_file(revision_id, MANIFEST_NAME)
+        actual = RevisionId(digest(RECIPE, payload))
+        if actual != revision_id:
+            raise blobs.mismatch(self._directory(revision_id) / MANIFEST_NAME, revision_id, actual)
+        return payload
 
     def _read_file(self, revision_id: RevisionId, name: str) -> bytes:
         path = self._directory(revision_id) / name
