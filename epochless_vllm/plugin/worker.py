@@ -1,9 +1,9 @@
 """Seam: one rank's side of publication, on vLLM's worker.
 
 Adds three methods to the worker that a collective RPC reaches by name, and opens the rank's channel, by which the same
-messages come beside the steps. None ever raises: an exception there leaves the executor's replies out of step. Adapters
-enter the CPU registry only and are pinned there; ``add_lora`` is never used, since it activates at once and may evict a
-slot in use. Dies when upstream stages adapters without activating them.
+messages come beside the steps, and word of what the store is writing. None ever raises: an exception there leaves the
+executor's replies out of step. Adapters enter the CPU registry only and are pinned there; ``add_lora`` is never used,
+since it activates at once and may evict a slot in use. Dies when upstream stages adapters without activating them.
 """
 
 from __future__ import annotations

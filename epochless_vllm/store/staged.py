@@ -56,7 +56,7 @@ class StagedRevision:
             self.adapter: InspectedAdapter = inspect_parts(document, records, self._begin)
             with storage_errors(self._path, "find memory"):  # of which only what is written is taken
                 self.tensors: dict[str, memoryview] = dict(allocate_tensors(records))
-        except BaseException:
+        except BaseException:  # whatever ends the constructor, nobody else could close the file; it is raised on
             self.close()
             raise
         self._entries: list[TensorEntry] = []
