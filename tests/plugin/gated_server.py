@@ -1,10 +1,10 @@
 """``vllm`` with a gate before the engine, and a brake, a poison and cuts in it, for tests that race, fail and crash.
 
 While the file named by EPOCHLESS_TEST_GATE exists, requests wait after they are bound to a revision and before the
-engine hears of them. While the one named by EPOCHLESS_TEST_BRAKE exists, a step takes BRAKED_STEP_S longer; while the
-one named by EPOCHLESS_TEST_POISON does, no logit is finite. When the one named by EPOCHLESS_TEST_CUT exists, its text
-becomes EPOCHLESS_CRASH_AT of each process that goes on publishing or retiring. All are set on import: the processes
-vLLM spawns import this module again. Everything else is the command line of vLLM.
+engine hears of them. While the one named by EPOCHLESS_TEST_BRAKE exists, a step takes BRAKED_STEP_S longer, and longer
+the older that file is; while the one named by EPOCHLESS_TEST_POISON does, no logit is finite. When the one named by
+EPOCHLESS_TEST_CUT exists, its text becomes EPOCHLESS_CRASH_AT of each process that goes on publishing or retiring. All
+are set on import: the processes vLLM spawns import this module again. Everything else is the command line of vLLM.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import asyncio
 import os
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from epochless_vllm.plugin.service import PublicationService
 from epochless_vllm.publication.participant import Participant
 
 BRAKED_STEP_S = 0.05
+BRAKED_SHARE = 8  # of the brake's age a step takes: a stream of 100 tokens outlasts a machine that stalls for hours
 _GATE = Path(os.environ["EPOCHLESS_TEST_GATE"])
 _BRAKE = Path(os.environ["EPOCHLESS_TEST_BRAKE"])
 _POISON = Path(os.environ["EPOCHLESS_TEST_POISON"])
@@ -41,8 +43,10 @@ async def _add_request_behind_the_gate(self: Any, *arguments: Any, **keywords: A
 
 
 def _step_under_the_brake(self: Any) -> Any:
-    if _BRAKE.exists():
-        time.sleep(BRAKED_STEP_S)
+    began = time.time()
+    with suppress(FileNotFoundError):  # the brake is released
+        while (now := time.time()) - began < max(BRAKED_STEP_S, (now - _BRAKE.stat().st_mtime) / BRAKED_SHARE):
+            time.sleep(0.01)
     return _step(self)
 
 

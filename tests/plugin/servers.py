@@ -26,8 +26,8 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor 
 @dataclass
 class Server:
     """A running server. While ``gate`` exists, requests wait between admission and engine; while ``brake`` does, a
-    step of the engine takes at least gated_server.BRAKED_STEP_S; while ``poison`` does, none has finite logits. Written
-    into ``cut``, a crash point stops the process that next passes it."""
+    step of the engine takes at least gated_server.BRAKED_STEP_S, and the longer the older the brake; while ``poison``
+    does, none has finite logits. Written into ``cut``, a crash point stops the process that next passes it."""
 
     url: str
     key: str
@@ -72,7 +72,8 @@ class Server:
 
     @contextmanager
     def braked(self) -> Iterator[None]:
-        """Keep requests running for as long as a test needs them to."""
+        """Keep requests running for as long as a test needs them to, even on a machine that stalls; waiting for their
+        end inside takes hours."""
         self.brake.touch()
         try:
             yield
