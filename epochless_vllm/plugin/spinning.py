@@ -1,14 +1,17 @@
-"""Seam: how a process waits for the next message of a shared-memory queue while it publishes in the background.
+"""Seam: how a process waits for the next message of a shared-memory queue where its spinning takes from a publication.
 
 vLLM's reader spins for a second after each message before it waits on a socket. Each look takes the interpreter, so a
 thread that loads an adapter beside it gives the interpreter away at every read and hash, a thousand times, and takes
-three times as long. Here the reader waits on the socket at once while a thread of this process publishes, a millisecond
-at a time: of two notifications in quick succession the second may be dropped, which vLLM's second of spinning hides.
-Dies when upstream's reader spins without the interpreter.
+three times as long. A reader that waits for a long step takes a core, too: on a host whose other cores serve, a third
+of the one that is left to publish on. Here the reader waits on the socket at once while a thread of this process
+publishes, and for a moment after it had to share its core; a millisecond at a time, since of two notifications in quick
+succession the second may be dropped, which vLLM's second of spinning hides. Dies when upstream's reader spins without
+the interpreter, and not where others want its core.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +19,10 @@ from epochless_vllm.errors import SeamError
 from epochless_vllm.plugin.background import is_working
 
 LOOK_MS = 1  # the longest that a message without notification waits
+SHARED_S = 0.0003  # a yield takes a microsecond on a core of one's own, and another thread's turn where it is shared
+APART_S = 0.02  # off the core that turned out to be shared, before the next look at it
 
+_APART_UNTIL = "epochless_apart_until"  # an attribute of a reader: monotonic seconds
 _original: Callable[..., None] | None = None
 
 
@@ -38,10 +44,14 @@ def install() -> None:
 
 
 def wait(self: Any, timeout_ms: int | None = None) -> None:
-    """Wait for data as vLLM does; without spinning while this process publishes."""
+    """Wait for data as vLLM does; without spinning while this process publishes, or others want its core."""
     assert _original is not None  # this function is reached through ``install`` only
-    if not is_working():
+    began = time.monotonic()
+    if not is_working() and began >= getattr(self, _APART_UNTIL, 0.0):
+        spins = began <= self.last_read + self.busy_loop_s
         _original(self, timeout_ms)
+        if spins and (ended := time.monotonic()) - began > SHARED_S:
+            setattr(self, _APART_UNTIL, ended + APART_S)
         return
     spins_s = self.busy_loop_s
     self.busy_loop_s = -1.0  # the last read is always longer ago

@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NoReturn
 
 from epochless_vllm.errors import InspectError
@@ -22,6 +23,8 @@ MAX_TENSORS = 1 << 16
 MAX_DIMENSIONS = 8
 LIMIT = 1 << 63  # no count, size or offset of a real file reaches it; beyond it is an overflow by name
 ALIGNMENT = 8
+REMEMBERED = 4  # headers
+MAX_REMEMBERED_BYTES = 1 << 19  # of each: 3,000 tensors; what is parsed from them takes some ten times that
 
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
@@ -87,6 +90,8 @@ def read_header(
 def parse_header(header: bytes, data_length: int | None) -> list[TensorRecord]:
     """Return the records of a header, in the order of their data.
 
+    The last few are remembered: the adapters of a policy differ in their data only, and a publication waits for this.
+
     Args:
         header: the JSON text, without its length.
         data_length: bytes that follow the header; None when not known yet.
@@ -94,6 +99,11 @@ def parse_header(header: bytes, data_length: int | None) -> list[TensorRecord]:
     Raises:
         InspectError: the header is not well formed or does not describe exactly those bytes.
     """
+    parse = _parse if len(header) > MAX_REMEMBERED_BYTES else _parse_remembered
+    return list(parse(header, data_length))
+
+
+def _parse(header: bytes, data_length: int | None) -> tuple[TensorRecord, ...]:
     try:
         text = header.decode("utf-8")
     except UnicodeDecodeError:
@@ -112,7 +122,10 @@ def parse_header(header: bytes, data_length: int | None) -> list[TensorRecord]:
             records.append(_parse_entry(cursor, name))
     if text[cursor.position :].strip(" "):
         refuse("header_syntax", "text after the header's object")
-    return _check_tiling(records, data_length)
+    return tuple(_check_tiling(records, data_length))
+
+
+_parse_remembered = lru_cache(maxsize=REMEMBERED)(_parse)
 
 
 def encode_header(records: list[TensorRecord]) -> bytes:

@@ -1,4 +1,4 @@
-"""A reader of vLLM's message queue waits on its socket, and never long, while this process publishes."""
+"""A reader of vLLM's message queue waits on its socket, and never long, where its spinning takes from others."""
 
 from __future__ import annotations
 
@@ -27,6 +27,22 @@ class Poller:
         return []
 
 
+class Host:
+    """Stands in for the clock and for the scheduler: a yield takes as long as somebody else's turn."""
+
+    def __init__(self) -> None:
+        self.now = time.monotonic()
+        self.turn_s = 0.0
+        self.yields = 0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sched_yield(self) -> None:
+        self.yields += 1
+        self.now += self.turn_s
+
+
 @pytest.fixture
 def reader() -> Any:
     """A reader that has just read: vLLM's own would spin for a second."""
@@ -35,6 +51,15 @@ def reader() -> Any:
     reader.is_reader, reader.busy_loop_s, reader.last_read = True, 1e9, time.monotonic()
     reader.poller, reader.read_cancel_socket, reader.local_notify_socket = Poller(), object(), object()
     return reader
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Host:
+    host = Host()
+    for module in (spinning, shm_broadcast):
+        monkeypatch.setattr(module, "time", host)
+    monkeypatch.setattr(shm_broadcast, "sched_yield", host.sched_yield)
+    return host
 
 
 @pytest.mark.parametrize(("asked", "waited"), [(None, 1), (5000, 1), (0, 0)])
@@ -48,6 +73,43 @@ def test_a_reader_looks_every_millisecond_while_a_thread_publishes(reader: Any, 
 def test_a_reader_spins_as_ever_while_nobody_publishes(reader: Any) -> None:
     reader.wait(None)
     assert reader.poller.timeouts == []
+
+
+def test_a_reader_that_had_to_share_its_core_leaves_it_for_a_moment(reader: Any, host: Host) -> None:
+    host.turn_s = 0.003
+    reader.wait(None)
+    assert (host.yields, reader.poller.timeouts) == (1, [])
+    reader.wait(None)
+    host.now += spinning.APART_S - 0.001
+    reader.wait(5000)
+    assert (host.yields, reader.poller.timeouts) == (1, [1, 1])
+    host.now += 0.002
+    host.turn_s = 0.0  # the others are done
+    reader.wait(None)
+    reader.wait(None)
+    assert (host.yields, reader.poller.timeouts) == (3, [1, 1])
+    assert reader.busy_loop_s == 1e9
+
+
+def test_a_reader_with_a_core_of_its_own_spins_on(reader: Any, host: Host) -> None:
+    host.turn_s = spinning.SHARED_S * 0.99
+    for _ in range(3):
+        reader.wait(None)
+    assert (host.yields, reader.poller.timeouts) == (3, [])
+
+
+def test_a_long_wait_on_the_socket_says_nothing_of_the_core(reader: Any, host: Host) -> None:
+    def poll(timeout: int | None) -> list[Any]:
+        host.now += 3.0
+        return []
+
+    reader.busy_loop_s, reader.poller.poll = 1.0, poll
+    host.now = reader.last_read + 2.0
+    reader.wait(None)
+    assert host.yields == 0
+    reader.last_read = host.now  # a message came
+    reader.wait(None)
+    assert host.yields == 1
 
 
 def test_installing_twice_wraps_once(reader: Any) -> None:

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from epochless_vllm.errors import InspectError
 from epochless_vllm.store.safetensors import (
     ITEM_BYTES,
+    MAX_REMEMBERED_BYTES,
     MAX_TENSORS,
     REASONS,
     TensorRecord,
@@ -415,6 +416,33 @@ def test_header_that_would_pass_the_end_of_the_file_is_refused_before_it_is_read
 def test_header_alone_is_read_when_the_length_of_the_data_is_not_known() -> None:
     length = int.from_bytes(VALID[:8], "little")
     assert parse_header(VALID[8 : 8 + length], None) == parse_file(VALID)
+
+
+def test_header_seen_before_is_judged_by_the_data_that_follow_this_time() -> None:
+    length = int.from_bytes(VALID[:8], "little")
+    header, data = VALID[8 : 8 + length], len(VALID) - 8 - length
+    wanted = parse_header(header, data)
+    for follow, reason in ((data - 1, "truncated"), (data + 1, "trailing_bytes")):
+        for _ in range(2):
+            with pytest.raises(InspectError) as caught:
+                parse_header(header, follow)
+            assert caught.value.fields["reason"] == reason
+    assert parse_header(header, data) == wanted
+
+
+def test_header_seen_before_is_not_parsed_again_and_its_list_is_the_callers() -> None:
+    length = int.from_bytes(VALID[:8], "little")
+    first = parse_header(VALID[8 : 8 + length], None)
+    record = first.pop()
+    again = parse_header(VALID[8 : 8 + length], None)
+    assert again == [*first, record]
+    assert again[-1] is record
+
+
+def test_header_that_is_large_is_not_kept() -> None:
+    header = VALID[8 : 8 + int.from_bytes(VALID[:8], "little")].ljust(MAX_REMEMBERED_BYTES + 1)
+    assert parse_header(header, None) == parse_file(VALID)
+    assert parse_header(header, None)[0] is not parse_header(header, None)[0]
 
 
 def test_header_of_a_real_adapter_is_read_as_json_reads_it() -> None:

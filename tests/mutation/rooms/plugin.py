@@ -17,6 +17,7 @@ _D = partial(Mutant, "plugin/draw_keys")
 _C = partial(Mutant, "plugin/control")
 _V = partial(Mutant, "plugin/activation")
 _A = partial(Mutant, "plugin/admission")
+_P = partial(Mutant, "plugin/spinning")
 
 BLOCK_KEYS = (
     Mutant("protocol/blocks", "no tag", "return (TAG, base_digest", 'return ("", base_digest'),
@@ -163,7 +164,23 @@ EARLY_LOADS = (
     _E("never on cores that serve", "step_aside(idle=self._is_idle())", "step_aside(idle=False)"),
 )  # fmt: skip
 
+SPINNING = (
+    _P("spins beside a publication", "if not is_working() and began", "if began"),
+    _P("spins on a shared core", "setattr(self, _APART_UNTIL, ended + APART_S)", "pass"),
+    _P("never spins again", "ended + APART_S", "1e18"),
+    _P("every core is shared", "> SHARED_S:", "> 0:"),
+    _P("no core is shared", "> SHARED_S:", "> 60:"),
+    _P("every long wait is a shared core", "if spins and (ended", "if (ended"),
+    _P("waits as long as it is told", "_original(self, LOOK_MS if timeout_ms is None else min(timeout_ms, LOOK_MS))", "_original(self, timeout_ms)"),
+    _P("waits for longer than it is told", "LOOK_MS if timeout_ms is None else min(timeout_ms, LOOK_MS)", "LOOK_MS"),
+    _P("does not wait", "self.busy_loop_s = -1.0", "self.busy_loop_s = spins_s"),
+    _P("never spins afterwards", "        self.busy_loop_s = spins_s\n", "        pass\n"),
+    _P("wrapped twice", "if condition.wait is not wait:", "if True:"),
+    _P("missing target unnoticed", 'condition is None or not hasattr(condition, "wait")', "False"),
+)  # fmt: skip
+
 ROOMS = (
+    Room("waiting readers", ("tests/plugin/test_spinning.py",), SPINNING, preload=_LOADED),
     Room("early loads", ("tests/plugin/test_early_loads.py",), EARLY_LOADS, preload=_LOADED),
     Room("block keys", ("tests/plugin/test_block_keys.py",), BLOCK_KEYS, preload=_LOADED),
     Room("retire fence", ("tests/plugin/test_gate.py", "tests/plugin/test_control.py"), GATE, preload=_LOADED),

@@ -54,6 +54,9 @@ SAFETENSORS = (
     _S("narrow items first", "key=lambda tensor: (-ITEM_BYTES[tensor[1]], tensor[0])", "key=lambda tensor: (ITEM_BYTES[tensor[1]], tensor[0])"),
     _S("order of data by width alone", "(-ITEM_BYTES[tensor[1]], tensor[0])", "-ITEM_BYTES[tensor[1]]"),
     _S("ends forgotten in the order", "key=lambda record: (record.begin, record.end)", "key=lambda record: record.begin"),
+    _S("no header remembered", "parse = _parse if len(header) > MAX_REMEMBERED_BYTES else _parse_remembered", "parse = _parse"),
+    _S("every header remembered", "parse = _parse if len(header) > MAX_REMEMBERED_BYTES else _parse_remembered", "parse = _parse_remembered"),
+    _S("remembered whatever follows", "return list(parse(header, data_length))", "return list(parse(header, None))"),
     _S("read in pieces of a byte", "min(missing, 1 << 20)", "1"),
 )  # fmt: skip
 
