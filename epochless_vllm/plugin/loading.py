@@ -8,7 +8,7 @@ it. Knows no transactions.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -77,6 +77,8 @@ class AdapterLoader:
         self._worker = worker
         self._plans: tuple[ModulePlan, ...] | None = None
         self._plan_lock = threading.Lock()
+        # Of the last adapter, by names and shapes: those of one policy differ in neither.
+        self._last: tuple[tuple[Any, ...] | None, Mapping[str, str]] = (None, {})
 
     @property
     def _manager(self) -> Any:
@@ -118,12 +120,20 @@ class AdapterLoader:
         tensors = {entry.name: self._convert(config, entry, view) for entry, view in staged.read()}
         return self._build(StoredRevision(staged.manifest(), config, staged.tensors), modules, tensors)
 
-    def _modules_of(self, tensors: Iterable[Any]) -> dict[str, str]:
+    def _modules_of(self, tensors: Sequence[Any]) -> Mapping[str, str]:
         """Return source module by tensor-name stem, after checking names, pairs and shapes against the model.
 
         Args:
             tensors: with ``name`` and ``shape``.
         """
+        wanted = tuple((entry.name, entry.shape) for entry in tensors)
+        last, modules = self._last
+        if wanted != last:
+            modules = self._check_modules(tensors)
+            self._last = wanted, modules
+        return modules
+
+    def _check_modules(self, tensors: Sequence[Any]) -> dict[str, str]:
         from vllm.lora.utils import parse_fine_tuned_lora_name
 
         model = self._manager.model

@@ -14,6 +14,7 @@ from epochless_vllm.errors import InvalidRequestError, RevisionRequiredError, Un
 from epochless_vllm.plugin.background import short_turns
 from epochless_vllm.plugin.descriptions import describe_policies, describe_revision
 from epochless_vllm.plugin.expectations import RegisteredExpectation
+from epochless_vllm.plugin.finite import find_non_finite
 from epochless_vllm.plugin.options import Options, options_of
 from epochless_vllm.plugin.ranks import EngineRanks, Transport
 from epochless_vllm.protocol.names import parse_policy, split_versioned
@@ -49,7 +50,8 @@ class PublicationService:
         self.base_digest: str = options.base_digest
         self.base_names = base_names
         store = Path(options.store)
-        self.store = RevisionStore(store, base_modules=read_base_modules(vllm_config.model_config.model))
+        base_modules = read_base_modules(vllm_config.model_config.model)
+        self.store = RevisionStore(store, base_modules=base_modules, find_non_finite=find_non_finite)
         self.journal = Journal(store / "journal.sqlite")
         self.view = JournalView(store / "journal.sqlite", after=self.journal)
         self._ranks = EngineRanks(transport, vllm_config, self.store)

@@ -7,8 +7,10 @@ whole file once while reading. Knows no directories.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
+import itertools
 import mmap
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +23,7 @@ from epochless_vllm.errors import DigestMismatchError, InspectError, StoreError
 from epochless_vllm.protocol.digests import Digest, digest_from_bytes
 from epochless_vllm.protocol.manifest import Manifest, TensorEntry
 from epochless_vllm.store.beside import Helper
-from epochless_vllm.store.finite import find_non_finite
+from epochless_vllm.store.finite import FindNonFinite, find_non_finite
 from epochless_vllm.store.incoming import storage_errors
 from epochless_vllm.store.safetensors import ITEM_BYTES, TensorRecord, encode_header, lay_out
 
@@ -30,11 +32,13 @@ CHUNKS = 4  # of them are being hashed, or filled, at a time
 ALIGNMENT = 64  # bytes, of each tensor in memory: a cache line
 B_SUFFIX = ".lora_B.weight"
 MAX_BUFFERS = 1024  # of one call: IOV_MAX of Linux
+MADV_POPULATE_WRITE = 23  # of Linux; the module mmap of Python does not name it
 READ_BYTES = 2 << 20  # read in one call, then hashed while the next are read
 
 ReadInto = Callable[[memoryview], int]
 """Fills the front of a buffer with the next bytes of a source and returns their count; 0 at its end."""
-_Piece = tuple[TensorRecord, int, memoryview]  # a tensor, where in it, and the bytes there
+_Cut = tuple[TensorRecord, int, int]  # a tensor, where in it, and how many bytes there
+_Piece = tuple[TensorRecord, int, memoryview]  # the same, and the bytes
 
 
 class Watcher(Protocol):
@@ -48,7 +52,12 @@ class Watcher(Protocol):
 
 
 def copy_tensors(
-    read_into: ReadInto, records: Sequence[TensorRecord], target: io.FileIO, *, watcher: Watcher | None = None
+    read_into: ReadInto,
+    records: Sequence[TensorRecord],
+    target: io.FileIO,
+    *,
+    watcher: Watcher | None = None,
+    find: FindNonFinite = find_non_finite,
 ) -> list[TensorEntry]:
     """Write the canonical file of a source's tensors, and return what was written.
 
@@ -58,6 +67,7 @@ def copy_tensors(
         read_into: the source, at its first byte of data.
         records: its tensors in the order of their data.
         target: an empty file open for writing.
+        find: finds the values that are not finite.
 
     Raises:
         InspectError: the source ends early, goes on, or holds a value that is not finite.
@@ -79,13 +89,14 @@ def copy_tensors(
     write_whole(target, memoryview(header), 0)
     with flushing(target) as flush, Helper() as helper:
         for number, chunk in enumerate(_cut(records, size)):
-            pieces = list(_place(chunk, buffers[number % CHUNKS]))
-            for record, _, view in pieces:
-                _fill(read_into, view, record.name)
+            buffer = buffers[number % CHUNKS]
+            _fill(read_into, buffer, chunk)
+            pieces = list(_place(chunk, buffer))
             helper.give(partial(hash_all, pieces))
             for record, offset, view in pieces:
-                _require_finite(record, offset, view)
-                write_whole(target, view, begins[record.name] + offset)
+                _require_finite(record, offset, find(record.dtype, view))
+            for begin, view in _join([(begins[record.name] + offset, view) for record, offset, view in pieces], buffer):
+                write_whole(target, view, begin)
                 flush(len(view))
             helper.wait(CHUNKS - 1)
     if read_into(buffers[0][:1]):
@@ -138,10 +149,12 @@ def read_tensors(path: Path, manifest: Manifest) -> dict[str, memoryview]:
                 raise mismatch(path, f"{size} bytes", f"{actual_size} bytes")
             if file.read(len(header)) != header:
                 raise mismatch(path, "the header of its manifest", "another header")
-            tensors = dict(allocate_tensors(layout))
+            memory = TensorMemory(layout)
+            tensors = memory.views
             offset = len(header)
             with Helper() as helper:
                 for group in group_views([(record.name, tensors[record.name]) for record in layout]):
+                    memory.take_pages([name for name, _ in group])
                     read_into_all(file.fileno(), [view for _, view in group], offset)
                     offset += sum(len(view) for _, view in group)
                     helper.give(partial(_require_digests, path, group, expected))
@@ -176,22 +189,49 @@ def open_strictly(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
-def allocate_tensors(layout: Sequence[TensorRecord]) -> Iterator[tuple[str, memoryview]]:
-    """Yield private memory for each tensor by name, aligned, the B factors apart from the others."""
-    for is_b in (False, True):
-        ends = [0]
-        records = [record for record in layout if record.name.endswith(B_SUFFIX) == is_b]
-        for record in records:
-            ends.append(ends[-1] + -(-record.byte_length // ALIGNMENT) * ALIGNMENT)
-        # Small pages: where memory is in pieces, the kernel may stop for a tenth of a second to make huge ones.
-        whole = memoryview(mmap.mmap(-1, max(ends[-1], 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-        for begin, record in zip(ends, records, strict=False):  # the last end begins nothing
-            yield record.name, whole[begin : begin + record.byte_length]
+class TensorMemory:
+    """Private memory for tensors, each aligned, the B factors apart from the others; found as its pages are touched.
+
+    Attributes:
+        views: of each tensor, by name.
+    """
+
+    def __init__(self, layout: Sequence[TensorRecord]) -> None:
+        """Map memory, of which nothing is taken yet.
+
+        Raises:
+            OSError: the address space has no room.
+        """
+        self.views: dict[str, memoryview] = {}
+        self._places: dict[str, tuple[mmap.mmap, int, int]] = {}
+        for is_b in (False, True):
+            ends = [0]
+            records = [record for record in layout if record.name.endswith(B_SUFFIX) == is_b]
+            for record in records:
+                ends.append(ends[-1] + -(-record.byte_length // ALIGNMENT) * ALIGNMENT)
+            # Small pages: where memory is in pieces, the kernel may stop for a tenth of a second to make huge ones.
+            memory = mmap.mmap(-1, max(ends[-1], 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            for begin, record in zip(ends, records, strict=False):  # the last end begins nothing
+                end = begin + record.byte_length
+                self.views[record.name] = memoryview(memory)[begin:end]
+                self._places[record.name] = memory, begin, end
+
+    def take_pages(self, names: Sequence[str]) -> None:
+        """Take the pages of tensors that are about to be filled at once, which costs a third less than one by one."""
+        spans: dict[mmap.mmap, tuple[int, int]] = {}
+        for name in names:
+            memory, begin, end = self._places[name]
+            first, last = spans.get(memory, (begin, end))
+            spans[memory] = min(first, begin), max(last, end)
+        for memory, (first, last) in spans.items():
+            first -= first % mmap.PAGESIZE
+            with contextlib.suppress(OSError):  # Linux before 5.14, or no memory: writing takes them, or fails
+                memory.madvise(MADV_POPULATE_WRITE, first, last - first)
 
 
-def _cut(records: Sequence[TensorRecord], size: int) -> Iterator[list[tuple[TensorRecord, int, int]]]:
-    """Yield (tensor, offset in it, count) in order, in lists of at most ``size`` bytes; elements stay whole."""
-    chunk: list[tuple[TensorRecord, int, int]] = []
+def _cut(records: Sequence[TensorRecord], size: int) -> Iterator[list[_Cut]]:
+    """Yield cuts of the tensors in order, in lists of at most ``size`` bytes; elements stay whole."""
+    chunk: list[_Cut] = []
     room = size
     for record in records:
         width, done = ITEM_BYTES[record.dtype], 0
@@ -207,15 +247,25 @@ def _cut(records: Sequence[TensorRecord], size: int) -> Iterator[list[tuple[Tens
         yield chunk
 
 
-def _place(chunk: Sequence[tuple[TensorRecord, int, int]], buffer: memoryview) -> Iterator[_Piece]:
+def _place(chunk: Sequence[_Cut], buffer: memoryview) -> Iterator[_Piece]:
     begin = 0
     for record, offset, count in chunk:
         yield record, offset, buffer[begin : begin + count]
         begin += count
 
 
-def _require_finite(record: TensorRecord, offset: int, view: memoryview) -> None:
-    index = find_non_finite(record.dtype, view)
+def _join(pieces: Sequence[tuple[int, memoryview]], buffer: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """Yield (offset in the file, bytes) of pieces that lie one after another in a buffer, those together that do so
+    in the file, too: a write for each tensor would cost more than its bytes."""
+    begin = end = 0
+    for number, (offset, view) in enumerate(pieces):
+        end += len(view)
+        if number + 1 == len(pieces) or pieces[number + 1][0] != offset + len(view):
+            yield offset + len(view) - (end - begin), buffer[begin:end]
+            begin = end
+
+
+def _require_finite(record: TensorRecord, offset: int, index: int | None) -> None:
     if index is not None:
         element = offset // ITEM_BYTES[record.dtype] + index
         raise InspectError(
@@ -227,11 +277,14 @@ def _require_finite(record: TensorRecord, offset: int, view: memoryview) -> None
         )
 
 
-def _fill(read_into: ReadInto, view: memoryview, name: str) -> None:
-    filled = 0
-    while filled < len(view):
-        count = read_into(view[filled:])
+def _fill(read_into: ReadInto, buffer: memoryview, chunk: Sequence[_Cut]) -> None:
+    """Read a chunk to the front of a buffer."""
+    size, filled = sum(count for _, _, count in chunk), 0
+    while filled < size:
+        count = read_into(buffer[filled:size])
         if not count:
+            ends = itertools.accumulate(count for _, _, count in chunk)
+            name = next(record.name for (record, _, _), end in zip(chunk, ends, strict=True) if end > filled)
             raise InspectError(f"safetensors: ends inside tensor {name[:200]}", reason="truncated", tensor=name[:200])
         filled += count
 

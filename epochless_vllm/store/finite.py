@@ -5,6 +5,11 @@ An element is an infinity or a NaN exactly when its exponent bits are all ones. 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+FindNonFinite = Callable[[str, memoryview], "int | None"]
+"""What ``find_non_finite`` is; where a numeric library is at hand, whoever has it may give the store a faster one."""
+
 CHUNK_BYTES = 1 << 18  # fits a core's second-level cache
 
 _WIDTH = {"F32": 4, "BF16": 2, "F16": 2}

@@ -26,6 +26,7 @@ from epochless_vllm.store import adapters, blobs
 from epochless_vllm.store.adapters import InspectedAdapter, config_of, encode_config
 from epochless_vllm.store.blobs import ReadInto, Watcher
 from epochless_vllm.store.documents import MAX_BYTES, parse_document
+from epochless_vllm.store.finite import FindNonFinite, find_non_finite
 from epochless_vllm.store.incoming import Incoming, list_names, storage_errors
 from epochless_vllm.store.lora_config import AdapterConfig
 from epochless_vllm.store.permissions import make_private_directory
@@ -72,6 +73,7 @@ class RevisionStore:
         *,
         max_adapter_bytes: int = MAX_ADAPTER_BYTES,
         base_modules: Collection[str] = (),
+        find_non_finite: FindNonFinite = find_non_finite,
     ) -> None:
         """Open a store, making its directories (mode 0700) if they are missing.
 
@@ -79,6 +81,7 @@ class RevisionStore:
             max_adapter_bytes: larger adapters are refused.
             base_modules: names of the base model's linear modules; an adapter that lists some of them as targets and
                 has no tensors for them is refused. Empty: not checked.
+            find_non_finite: finds what no adapter may hold, as store/finite.py does.
 
         Raises:
             StoreError: the directories cannot be made.
@@ -88,6 +91,7 @@ class RevisionStore:
         self._incoming = Incoming(self.root / "incoming")
         self._max_adapter_bytes = max_adapter_bytes
         self._base_modules = base_modules
+        self._find = find_non_finite
         for directory in (self.root, self._revisions, self._incoming.path):
             make_private_directory(directory)
         fsync_directory(self.root)
@@ -267,7 +271,7 @@ class RevisionStore:
             target = files.enter_context(blobs.create_file(directory / TENSORS_NAME))
             if announce is not None and blobs.is_canonical(adapter.tensors):
                 announce(directory.name)
-            entries = blobs.copy_tensors(read_into, adapter.tensors, target, watcher=watcher)
+            entries = blobs.copy_tensors(read_into, adapter.tensors, target, watcher=watcher, find=self._find)
             check_unchanged()
             manifest = manifest_from_parts(adapter.config.manifest_config(), entries)
             crash_point("ingest.copy")

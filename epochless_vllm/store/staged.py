@@ -18,7 +18,7 @@ from epochless_vllm.errors import StoreError
 from epochless_vllm.protocol.digests import digest_from_bytes
 from epochless_vllm.protocol.manifest import Manifest, TensorEntry, manifest_from_parts
 from epochless_vllm.store.adapters import InspectedAdapter, inspect_parts
-from epochless_vllm.store.blobs import allocate_tensors, group_views, open_strictly, read_into_all
+from epochless_vllm.store.blobs import TensorMemory, group_views, open_strictly, read_into_all
 from epochless_vllm.store.documents import MAX_BYTES, parse_document
 from epochless_vllm.store.incoming import storage_errors
 from epochless_vllm.store.safetensors import TensorRecord, read_header
@@ -55,7 +55,8 @@ class StagedRevision:
             records, self._begin = read_header(self._read_next, None)
             self.adapter: InspectedAdapter = inspect_parts(document, records, self._begin)
             with storage_errors(self._path, "find memory"):  # of which only what is written is taken
-                self.tensors: dict[str, memoryview] = dict(allocate_tensors(records))
+                self._memory = TensorMemory(records)
+            self.tensors = self._memory.views
         except BaseException:  # whatever ends the constructor, nobody else could close the file; it is raised on
             self.close()
             raise
@@ -82,6 +83,7 @@ class StagedRevision:
         for group in group_views([(name, self.tensors[name]) for name in records]):
             end = offset + sum(len(view) for _, view in group)
             self._wait_for(end)
+            self._memory.take_pages([name for name, _ in group])
             with storage_errors(self._path, "read"):
                 read_into_all(self._file.fileno(), [view for _, view in group], offset)
             offset = end

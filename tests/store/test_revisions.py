@@ -34,7 +34,9 @@ from epochless_vllm.errors import (
 from epochless_vllm.protocol.manifest import RevisionId
 from epochless_vllm.store import blobs
 from epochless_vllm.store.adapters import inspect_adapter
+from epochless_vllm.store.finite import find_non_finite
 from epochless_vllm.store.revisions import RevisionStore
+from epochless_vllm.store.safetensors import read_header
 from tests.adapters import MINUTE, encode_safetensors, encode_tensor, make_adapter, make_config, make_tensors
 
 FILES = ("manifest.json", "adapter_model.safetensors", "adapter_config.json")
@@ -322,18 +324,16 @@ def test_source_may_be_overwritten_or_deleted_once_ingested(store: RevisionStore
     assert len(store.read(revision_id).tensors) == 28
 
 
-def test_what_is_named_is_what_was_copied_even_if_the_source_changes_underneath(
-    store: RevisionStore, adapter: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original, rewritten = blobs.find_non_finite, []
+def test_what_is_named_is_what_was_copied_even_if_the_source_changes_underneath(tmp_path: Path, adapter: Path) -> None:
+    rewritten = []
 
     def rewrite_then_search(dtype: str, raw: memoryview) -> int | None:
         if not rewritten:
             rewritten.append((adapter / "adapter_model.safetensors").read_bytes())
             make_adapter(adapter, shape=MINUTE, rank=2, seed=9)
-        return original(dtype, raw)
+        return find_non_finite(dtype, raw)
 
-    monkeypatch.setattr(blobs, "find_non_finite", rewrite_then_search)
+    store = RevisionStore(tmp_path / "store", find_non_finite=rewrite_then_search)
     with pytest.raises(InspectError) as caught:
         store.ingest_directory(adapter)
     assert caught.value.fields["reason"] == "changed_while_read"
@@ -642,6 +642,19 @@ def test_malformed_upload_is_refused_and_leaves_nothing(
         store.ingest_files({name: io.BytesIO(payload) for name, payload in changed.items()})
     assert caught.value.fields["reason"] == reason
     assert tree(store) == {}
+
+
+@pytest.mark.parametrize(("cut", "place"), [(-1, 0), (0, 1), (1, 1)], ids=["in it", "after it", "in the next"])
+def test_upload_that_ends_early_is_refused_by_the_tensor_that_is_not_whole(
+    store: RevisionStore, adapter: Path, cut: int, place: int
+) -> None:
+    files = upload(adapter)
+    payload = files["adapter_model.safetensors"]
+    records, begin = read_header(io.BytesIO(payload).read, None)
+    files["adapter_model.safetensors"] = payload[: begin + records[0].end + cut]
+    with pytest.raises(InspectError) as caught:
+        store.ingest_files({name: io.BytesIO(each) for name, each in files.items()})
+    assert (caught.value.fields["reason"], caught.value.fields["tensor"]) == ("truncated", records[place].name)
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,17 @@ SPINNING = (
     _P("missing target unnoticed", 'condition is None or not hasattr(condition, "wait")', "False"),
 )  # fmt: skip
 
+FINITE = (
+    Mutant("plugin/finite", "infinity alone", "np.isfinite(np.frombuffer(raw, dtype=_FLOATS[dtype]))", "~np.isinf(np.frombuffer(raw, dtype=_FLOATS[dtype]))"),
+    Mutant("plugin/finite", "bfloat16 read as float16", "np.uint16(0x7F80)", "np.uint16(0x7C00)"),
+    Mutant("plugin/finite", "float16 read as bfloat16", 'if dtype == "BF16":', 'if dtype != "F32":'),
+    Mutant("plugin/finite", "negative ones missed", "(bits & _BF16_EXPONENT) != _BF16_EXPONENT", "bits < _BF16_EXPONENT"),
+    Mutant("plugin/finite", "never found", "None if finite.all() else int(finite.argmin())", "None"),
+    Mutant("plugin/finite", "the first for the first bad", "int(finite.argmin())", "int(finite.argmax())"),
+)  # fmt: skip
+
 ROOMS = (
+    Room("finite values in NumPy", ("tests/plugin/test_finite.py",), FINITE, preload=("numpy", "hypothesis")),
     Room("waiting readers", ("tests/plugin/test_spinning.py",), SPINNING, preload=_LOADED),
     Room("early loads", ("tests/plugin/test_early_loads.py",), EARLY_LOADS, preload=_LOADED),
     Room("block keys", ("tests/plugin/test_block_keys.py",), BLOCK_KEYS, preload=_LOADED),

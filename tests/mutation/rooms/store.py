@@ -135,7 +135,10 @@ VALUES = (
     _B("header of the file unchecked", "if file.read(len(header)) != header:", "if file.read(len(header)) is None:"),
     _B("digest unchecked on the way out", "if actual != expected[name]:", "if False:"),
     _B("digest of the first piece", "hashers[record.name].update(view)", "hashers[record.name] = hashlib.sha256(view)"),
-    _B("every piece at the tensor's start", "begins[record.name] + offset)", "begins[record.name])"),
+    _B("every piece at the tensor's start", "begins[record.name] + offset, view", "begins[record.name], view"),
+    _B("what lies apart written together", "or pieces[number + 1][0] != offset + len(view):", ":"),
+    _B("cut short in the first tensor", "strict=True) if end > filled", "strict=True)"),
+    _B("cut short in the tensor before", "if end > filled", "if end >= filled"),
     _B("buffer filled while it is hashed", "helper.wait(CHUNKS - 1)", "helper.wait(CHUNKS)"),
     _B("pieces that cut an element", "room // width * width", "room"),
     _B("short write taken for a whole one", "view, offset = view[count:], offset + count", "view = view[:0]"),
@@ -179,7 +182,7 @@ BESIDE = (
     _I("name that begins well", "if not _NAME.fullmatch(name):", "if not _NAME.match(name):"),
     _R("every source announced", "if announce is not None and blobs.is_canonical(adapter.tensors):", "if announce is not None:"),
     _R("no source announced", "if announce is not None and blobs.is_canonical(adapter.tensors):", "if False:"),
-    _R("announced when it is written", "            entries = blobs.copy_tensors(read_into, adapter.tensors, target, watcher=watcher)\n", "            entries = blobs.copy_tensors(read_into, adapter.tensors, target, watcher=watcher)\n            announce is None or announce(directory.name)\n"),
+    _R("announced when it is written", "            check_unchanged()\n            manifest = ", "            check_unchanged()\n            announce is None or announce(directory.name)\n            manifest = "),
 )  # fmt: skip
 
 ROOMS = (
