@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-_FLOATS = {"F32": "<f4", "F16": "<f2"}
-_BF16_EXPONENT = np.uint16(0x7F80)  # all ones in an infinity or a NaN
+_EXPONENT = {"BF16": np.uint16(0x7F80), "F16": np.uint16(0x7C00)}  # all ones in an infinity or a NaN
 
 
 def find_non_finite(dtype: str, raw: memoryview) -> int | None:
@@ -18,9 +17,8 @@ def find_non_finite(dtype: str, raw: memoryview) -> int | None:
         dtype: ``F32``, ``F16`` or ``BF16``.
         raw: whole little-endian elements.
     """
-    if dtype == "BF16":
-        bits = np.frombuffer(raw, dtype="<u2")
-        finite = (bits & _BF16_EXPONENT) != _BF16_EXPONENT
+    if dtype == "F32":
+        finite = np.isfinite(np.frombuffer(raw, dtype="<f4"))
     else:
-        finite = np.isfinite(np.frombuffer(raw, dtype=_FLOATS[dtype]))
+        finite = (np.frombuffer(raw, dtype="<u2") & _EXPONENT[dtype]) != _EXPONENT[dtype]
     return None if finite.all() else int(finite.argmin())

@@ -11,6 +11,7 @@ the interpreter, and not where others want its core.
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,7 @@ from epochless_vllm.plugin.background import is_working
 
 LOOK_MS = 1  # the longest that a message without notification waits
 SHARED_S = 0.0003  # a yield takes a microsecond on a core of one's own, and another thread's turn where it is shared
-APART_S = 0.02  # off the core that turned out to be shared, before the next look at it
+APART_S = 0.005  # off the core that turned out to be shared, before the next look at it
 
 _APART_UNTIL = "epochless_apart_until"  # an attribute of a reader: monotonic seconds
 _original: Callable[..., None] | None = None
@@ -48,9 +49,9 @@ def wait(self: Any, timeout_ms: int | None = None) -> None:
     assert _original is not None  # this function is reached through ``install`` only
     began = time.monotonic()
     if not is_working() and began >= getattr(self, _APART_UNTIL, 0.0):
-        spins = began <= self.last_read + self.busy_loop_s
+        spins, turns = began <= self.last_read + self.busy_loop_s, _turns()
         _original(self, timeout_ms)
-        if spins and (ended := time.monotonic()) - began > SHARED_S:
+        if spins and (ended := time.monotonic()) - began > SHARED_S and _turns() > turns:
             setattr(self, _APART_UNTIL, ended + APART_S)
         return
     spins_s = self.busy_loop_s
@@ -59,3 +60,8 @@ def wait(self: Any, timeout_ms: int | None = None) -> None:
         _original(self, LOOK_MS if timeout_ms is None else min(timeout_ms, LOOK_MS))
     finally:
         self.busy_loop_s = spins_s
+
+
+def _turns() -> int:
+    """Return how often this thread has lost its core while it could run; waiting for the interpreter does not count."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nivcsw

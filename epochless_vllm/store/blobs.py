@@ -7,7 +7,7 @@ whole file once while reading. Knows no directories.
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import hashlib
 import io
 import itertools
@@ -32,11 +32,14 @@ CHUNKS = 4  # of them are being hashed, or filled, at a time
 ALIGNMENT = 64  # bytes, of each tensor in memory: a cache line
 B_SUFFIX = ".lora_B.weight"
 MAX_BUFFERS = 1024  # of one call: IOV_MAX of Linux
-MADV_POPULATE_WRITE = 23  # of Linux; the module mmap of Python does not name it
+MADV_POPULATE_WRITE = 23  # of Linux; the module mmap of Python does not name it, and holds the interpreter meanwhile
 READ_BYTES = 2 << 20  # read in one call, then hashed while the next are read
 
 ReadInto = Callable[[memoryview], int]
 """Fills the front of a buffer with the next bytes of a source and returns their count; 0 at its end."""
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
 _Cut = tuple[TensorRecord, int, int]  # a tensor, where in it, and how many bytes there
 _Piece = tuple[TensorRecord, int, memoryview]  # the same, and the bytes
 
@@ -190,7 +193,7 @@ def open_strictly(path: str, flags: int) -> int:
 
 
 class TensorMemory:
-    """Private memory for tensors, each aligned, the B factors apart from the others; found as its pages are touched.
+    """Private memory for tensors, each aligned, the B factors apart from the others.
 
     Attributes:
         views: of each tensor, by name.
@@ -217,7 +220,7 @@ class TensorMemory:
                 self._places[record.name] = memory, begin, end
 
     def take_pages(self, names: Sequence[str]) -> None:
-        """Take the pages of tensors that are about to be filled at once, which costs a third less than one by one."""
+        """Take the pages of tensors that are about to be filled: at once, which costs a third less than one by one."""
         spans: dict[mmap.mmap, tuple[int, int]] = {}
         for name in names:
             memory, begin, end = self._places[name]
@@ -225,8 +228,8 @@ class TensorMemory:
             spans[memory] = min(first, begin), max(last, end)
         for memory, (first, last) in spans.items():
             first -= first % mmap.PAGESIZE
-            with contextlib.suppress(OSError):  # Linux before 5.14, or no memory: writing takes them, or fails
-                memory.madvise(MADV_POPULATE_WRITE, first, last - first)
+            # Of Linux before 5.14, or without memory, it does nothing: then writing takes the pages, or fails.
+            _madvise(ctypes.addressof(ctypes.c_char.from_buffer(memory)) + first, last - first, MADV_POPULATE_WRITE)
 
 
 def _cut(records: Sequence[TensorRecord], size: int) -> Iterator[list[_Cut]]:

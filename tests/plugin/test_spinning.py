@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -28,12 +31,14 @@ class Poller:
 
 
 class Host:
-    """Stands in for the clock and for the scheduler: a yield takes as long as somebody else's turn."""
+    """Stands in for the clock and for the scheduler: a yield takes as long as somebody else's turn, on the core or, if
+    ``core`` is False, with the interpreter."""
 
     def __init__(self) -> None:
         self.now = time.monotonic()
         self.turn_s = 0.0
-        self.yields = 0
+        self.core = True
+        self.turns = self.yields = 0
 
     def monotonic(self) -> float:
         return self.now
@@ -41,6 +46,7 @@ class Host:
     def sched_yield(self) -> None:
         self.yields += 1
         self.now += self.turn_s
+        self.turns += self.core
 
 
 @pytest.fixture
@@ -59,6 +65,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     for module in (spinning, shm_broadcast):
         monkeypatch.setattr(module, "time", host)
     monkeypatch.setattr(shm_broadcast, "sched_yield", host.sched_yield)
+    monkeypatch.setattr(spinning, "_turns", lambda: host.turns)
     return host
 
 
@@ -98,9 +105,34 @@ def test_a_reader_with_a_core_of_its_own_spins_on(reader: Any, host: Host) -> No
     assert (host.yields, reader.poller.timeouts) == (3, [])
 
 
+def test_a_reader_that_waits_for_the_interpreter_spins_on(reader: Any, host: Host) -> None:
+    host.turn_s, host.core = 0.005, False
+    for _ in range(3):
+        reader.wait(None)
+    assert (host.yields, reader.poller.timeouts) == (3, [])
+
+
+def test_a_core_shared_with_a_process_is_lost_to_it_in_turns() -> None:
+    def yield_until_it_is_lost() -> bool:
+        os.sched_setaffinity(0, {core})  # of this thread
+        turns, deadline = spinning._turns(), time.monotonic() + 30
+        while spinning._turns() < turns + 5 and time.monotonic() < deadline:
+            os.sched_yield()
+        return spinning._turns() >= turns + 5
+
+    core = min(os.sched_getaffinity(0))
+    busy = f"import os\nos.sched_setaffinity(0, {{{core}}})\nwhile os.getppid() == {os.getpid()}: pass"
+    with subprocess.Popen([sys.executable, "-c", busy]) as other, ThreadPoolExecutor(1) as pool:
+        try:
+            assert pool.submit(yield_until_it_is_lost).result()
+        finally:
+            other.kill()
+
+
 def test_a_long_wait_on_the_socket_says_nothing_of_the_core(reader: Any, host: Host) -> None:
     def poll(timeout: int | None) -> list[Any]:
         host.now += 3.0
+        host.turns += 1
         return []
 
     reader.busy_loop_s, reader.poller.poll = 1.0, poll

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import io
 import json
+import mmap
 import os
 import resource
 import shutil
@@ -343,6 +344,38 @@ def test_what_is_named_is_what_was_copied_even_if_the_source_changes_underneath(
     config = (adapter / "adapter_config.json").read_bytes()
     ingested = store.ingest_files({"adapter_model.safetensors": stream, "adapter_config.json": io.BytesIO(config)})
     assert store.read(ingested.revision_id).manifest == ingested.manifest
+
+
+@pytest.mark.parametrize("advice", [blobs.MADV_POPULATE_WRITE, 9999], ids=["taken at once", "unknown to the kernel"])
+def test_taking_pages_leaves_what_is_in_them(advice: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blobs, "MADV_POPULATE_WRITE", advice)
+    names = [f"m{number}.lora_{half}.weight" for number in range(9) for half in "AB"]
+    layout = blobs.lay_out([(name, "F32", (1, 3 + 700 * place)) for place, name in enumerate(names)])
+    memory = blobs.TensorMemory(layout)
+    for place, name in enumerate(names):
+        memory.take_pages(names[place : place + 3])
+        memory.views[name][:] = bytes([place + 1]) * len(memory.views[name])
+    memory.take_pages(names)
+    assert {name: set(memory.views[name]) for name in names} == {name: {at + 1} for at, name in enumerate(names)}
+
+
+def test_pages_that_were_taken_are_there_when_they_are_filled() -> None:
+    """Each tensor begins within a page of the one before it."""
+    probe = mmap.mmap(-1, mmap.PAGESIZE)
+    try:
+        probe.madvise(blobs.MADV_POPULATE_WRITE)
+    except OSError:
+        pytest.skip("this kernel does not take pages in advance")
+    names = [f"m{number}.lora_A.weight" for number in range(4)]
+    memory = blobs.TensorMemory(blobs.lay_out([(name, "F32", (1, (1 << 18) + 99)) for name in names]))
+    faults = []
+    for name in names:
+        filling = b"x" * len(memory.views[name])
+        memory.take_pages([name])
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+        memory.views[name][:] = filling
+        faults.append(resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before)
+    assert max(faults) < 26, "of 257 pages each"
 
 
 def test_source_is_read_once_from_start_to_end(

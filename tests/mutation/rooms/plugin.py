@@ -168,9 +168,10 @@ SPINNING = (
     _P("spins beside a publication", "if not is_working() and began", "if began"),
     _P("spins on a shared core", "setattr(self, _APART_UNTIL, ended + APART_S)", "pass"),
     _P("never spins again", "ended + APART_S", "1e18"),
-    _P("every core is shared", "> SHARED_S:", "> 0:"),
-    _P("no core is shared", "> SHARED_S:", "> 60:"),
+    _P("every turn is a long one", "> SHARED_S and", "> 0 and"),
+    _P("no core is shared", "> SHARED_S and", "> 60 and"),
     _P("every long wait is a shared core", "if spins and (ended", "if (ended"),
+    _P("the interpreter taken for the core", "and _turns() > turns", ""),
     _P("waits as long as it is told", "_original(self, LOOK_MS if timeout_ms is None else min(timeout_ms, LOOK_MS))", "_original(self, timeout_ms)"),
     _P("waits for longer than it is told", "LOOK_MS if timeout_ms is None else min(timeout_ms, LOOK_MS)", "LOOK_MS"),
     _P("does not wait", "self.busy_loop_s = -1.0", "self.busy_loop_s = spins_s"),
@@ -180,10 +181,10 @@ SPINNING = (
 )  # fmt: skip
 
 FINITE = (
-    Mutant("plugin/finite", "infinity alone", "np.isfinite(np.frombuffer(raw, dtype=_FLOATS[dtype]))", "~np.isinf(np.frombuffer(raw, dtype=_FLOATS[dtype]))"),
-    Mutant("plugin/finite", "bfloat16 read as float16", "np.uint16(0x7F80)", "np.uint16(0x7C00)"),
-    Mutant("plugin/finite", "float16 read as bfloat16", 'if dtype == "BF16":', 'if dtype != "F32":'),
-    Mutant("plugin/finite", "negative ones missed", "(bits & _BF16_EXPONENT) != _BF16_EXPONENT", "bits < _BF16_EXPONENT"),
+    Mutant("plugin/finite", "infinity alone", 'np.isfinite(np.frombuffer(raw, dtype="<f4"))', '~np.isinf(np.frombuffer(raw, dtype="<f4"))'),
+    Mutant("plugin/finite", "bfloat16 read as float16", '"BF16": np.uint16(0x7F80)', '"BF16": np.uint16(0x7C00)'),
+    Mutant("plugin/finite", "float16 read as bfloat16", '"F16": np.uint16(0x7C00)', '"F16": np.uint16(0x7F80)'),
+    Mutant("plugin/finite", "negative ones missed", "(np.frombuffer(raw, dtype=\"<u2\") & _EXPONENT[dtype]) != _EXPONENT[dtype]", "np.frombuffer(raw, dtype=\"<u2\") < _EXPONENT[dtype]"),
     Mutant("plugin/finite", "never found", "None if finite.all() else int(finite.argmin())", "None"),
     Mutant("plugin/finite", "the first for the first bad", "int(finite.argmin())", "int(finite.argmax())"),
 )  # fmt: skip

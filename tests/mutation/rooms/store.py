@@ -140,6 +140,8 @@ VALUES = (
     _B("cut short in the first tensor", "strict=True) if end > filled", "strict=True)"),
     _B("cut short in the tensor before", "if end > filled", "if end >= filled"),
     _B("buffer filled while it is hashed", "helper.wait(CHUNKS - 1)", "helper.wait(CHUNKS)"),
+    _B("pages not taken", "_madvise(ctypes.addressof(", "int(ctypes.addressof("),
+    _B("pages taken from within one", "            first -= first % mmap.PAGESIZE\n", ""),
     _B("pieces that cut an element", "room // width * width", "room"),
     _B("short write taken for a whole one", "view, offset = view[count:], offset + count", "view = view[:0]"),
     _B("symbolic link followed", "flags | os.O_NOFOLLOW | os.O_NONBLOCK", "flags | os.O_NONBLOCK"),
