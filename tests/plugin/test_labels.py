@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import REGISTRY
 
 from epochless_vllm.errors import TokenRowsError
 from epochless_vllm.plugin import labels
 from epochless_vllm.plugin.admission import admission_of, admit
-from epochless_vllm.plugin.labels import Label, annotate_choice, extend_spans
+from epochless_vllm.plugin.labels import Label, annotate_choice, extend_spans, label_response
 from tests.adapters import make_adapter
 from tests.plugin.front_end import BASE, BASE_DIGEST, FrontEnd, run_front_end
 
@@ -183,6 +184,56 @@ def test_spans_are_exactly_the_runs_of_equal_labels(runs: list[tuple[str, int]])
     assert all(left["end"] == right["start"] for left, right in itertools.pairwise(spans))
     assert all(left["version"] != right["version"] for left, right in itertools.pairwise(spans))
     assert all(s["start"] < s["end"] and s["step"] == ord(s["version"]) for s in spans)
+
+
+def test_equal_content_of_two_steps_is_two_spans() -> None:
+    spans: list[dict[str, Any]] = []
+    extend_spans(spans, [(Label("a", 1), 2), (Label("a", 2), 3)])
+    assert [(each["step"], each["start"], each["end"]) for each in spans] == [(1, 0, 2), (2, 2, 5)]
+
+
+def test_content_that_two_policies_published_has_the_step_of_the_requests_own(tmp_path: Path) -> None:
+    shared, head = (make_adapter(tmp_path / str(seed), seed=seed) for seed in (1, 2))
+
+    async def body(front: FrontEnd) -> None:
+        publish = front.served.publisher.publish_directory
+        first = (await publish(str(shared), "policy", 1)).publication
+        await publish(str(head), "policy", 2)
+        other = (await publish(str(shared), "other", 7)).publication
+        assert other.lora_int_id == first.lora_int_id
+        for model, step in (("policy", 1), (BASE, 7)):
+            request = Request(model)
+            admit(front.served, SimpleNamespace(), request)
+            output = completion(1, finish="stop", adapters=[first.lora_int_id])
+            (found,) = annotate(full_choice(), output, request).weight_versions
+            assert (found["version"], found["step"]) == (first.revision_id, step)
+
+    run_front_end(tmp_path / "store", body)
+
+
+@pytest.mark.parametrize(("model", "kind"), [("policy-v4", "revision"), (BASE, "base")])
+def test_labelled_tokens_are_counted_when_their_choice_ends(tmp_path: Path, model: str, kind: str) -> None:
+    def counted() -> float:
+        return REGISTRY.get_sample_value("epochless:labelled_tokens_total", {"kind": kind}) or 0.0
+
+    def scenario(request: Request, version: str) -> None:
+        before = counted()
+        annotate(stream_choice(), completion(4), request)
+        assert counted() == before
+        annotate(stream_choice(), completion(3, finish="stop"), request)
+        assert counted() == before + 7
+
+    on_policy(tmp_path, scenario, model)
+
+
+def test_a_responses_body_names_the_revision_it_was_admitted_to(tmp_path: Path) -> None:
+    def scenario(request: Request, version: str) -> None:
+        body = SimpleNamespace()
+        assert label_response(body, request) is body
+        assert body.weight_version == version
+        assert vars(label_response(SimpleNamespace(), Request("policy-v4"))) == {}
+
+    on_policy(tmp_path, scenario)
 
 
 def test_the_same_content_under_another_step_is_labelled_with_the_step_of_admission(tmp_path: Path) -> None:

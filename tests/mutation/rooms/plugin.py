@@ -18,6 +18,7 @@ _C = partial(Mutant, "plugin/control")
 _V = partial(Mutant, "plugin/activation")
 _A = partial(Mutant, "plugin/admission")
 _P = partial(Mutant, "plugin/spinning")
+_L = partial(Mutant, "plugin/labels")
 
 BLOCK_KEYS = (
     Mutant("protocol/blocks", "no tag", "return (TAG, base_digest", 'return ("", base_digest'),
@@ -189,7 +190,43 @@ FINITE = (
     Mutant("plugin/finite", "the first for the first bad", "int(finite.argmin())", "int(finite.argmax())"),
 )  # fmt: skip
 
+LABELS = (
+    _L("base named by nothing", 'return Label(f"base:{admission.served.service.base_digest}", None)', 'return Label("base:", None)'),
+    _L("revision without its step", "return Label(publication.revision_id, publication.step)\n", "return Label(publication.revision_id, None)\n"),
+    _L("what was bound, whatever ran", "    if lora_int_id == (0 if publication is None else publication.lora_int_id):", "    if True:"),
+    _L("rows of the base unknown", "    if lora_int_id == 0:\n", "    if False:\n"),
+    _L("step of any policy", "service.publication_of(lora_int_id, None if publication is None else publication.policy)", "service.publication_of(lora_int_id, None)"),
+    _L("unknown adapter as what was bound", "    if found is None:\n        raise TokenRowsError(", "    if found is None:\n        return label_of(admission)\n        raise TokenRowsError("),
+    _L("missing rows unnoticed", "    if (0 if rows is None else len(rows)) != count:", "    if rows is None:"),
+    _L("first row for all", "    if count == 1 or (adapters == adapters[0]).all():", "    if True:"),
+    _L("changes one late", "np.flatnonzero(np.diff(adapters)) + 1)", "np.flatnonzero(np.diff(adapters)))"),
+    _L("each run its predecessor's", "label_of_row(admission, int(adapters[start])), end - start)", "label_of_row(admission, int(adapters[start - 1])), end - start)"),
+    _L("requests of others labelled", "    admission = admission_of(request)\n    if admission is None:\n        return\n", "    admission = admission_of(request)\n    assert admission is not None\n"),
+    _L("opening chunk unnamed", "        choice.weight_version = label_of(admission).version\n        return\n    if _is_echo", "        return\n    if _is_echo"),
+    _L("echoed token labelled", "    if _is_echo_only(request):\n", "    if False:\n"),
+    _L("beams by their rows", '    elif getattr(request, "use_beam_search", False):', "    elif False:"),
+    _L("chunks begin anew", "        spans = admission.progress.setdefault((request_output.request_id, output.index), spans)\n", "        pass\n"),
+    _L("choices counted together", "(request_output.request_id, output.index), spans)", "(request_output.request_id, 0), spans)"),
+    _L("prompts counted together", "(request_output.request_id, output.index), spans)", '("", output.index), spans)'),
+    _L("unsent tokens uncounted", "    extend_spans(spans, runs)\n    if choice is None:\n        return\n", "    if choice is None:\n        return\n    extend_spans(spans, runs)\n"),
+    _L("first span for the last", 'spans[-1]["version"] if spans', 'spans[0]["version"] if spans'),
+    _L("spans in every chunk", "    if not streamed or output.finish_reason is not None:\n", "    if True:\n"),
+    _L("no spans in a stream", "    if not streamed or output.finish_reason is not None:\n", "    if not streamed:\n"),
+    _L("no receipt beside the label", "    if admission.receipts is not None:\n", "    if False:\n"),
+    _L("empty runs are spans", "        if count == 0:\n            continue\n", ""),
+    _L("equal neighbours apart", '            last["end"] += count\n            continue\n', "            pass\n"),
+    _L("neighbours of another step together", '(last["version"], last["step"]) == label:', 'last["version"] == label.version:'),
+    _L("spans begin at nothing", 'start = last["end"] if last is not None else 0', "start = 0"),
+    _L("wrapped at every installation", '    if getattr(original, "_epochless", False):\n        return\n', ""),
+    _L("the patch's hook stays", "    GenerateBaseServing.annotate_choice = annotate_choice\n", ""),
+    _L("pooling names the base", "            context.model_name = context.lora_request.lora_name\n", "            pass\n"),
+    _L("scores name the base", '"model": ctx.lora_request.lora_name}', '}'),
+    _L("a Responses body unlabelled", "        response.weight_version = label_of(admission).version\n    return response", "        pass\n    return response"),
+    _L("tokens uncounted", '            metrics.count_tokens("base" if', '            (lambda *_: None)("base" if'),
+)  # fmt: skip
+
 ROOMS = (
+    Room("labels", ("tests/plugin/test_labels.py", "tests/plugin/test_response_receipts.py"), LABELS, preload=_LOADED),
     Room("finite values in NumPy", ("tests/plugin/test_finite.py",), FINITE, preload=("numpy", "hypothesis")),
     Room("waiting readers", ("tests/plugin/test_spinning.py",), SPINNING, preload=_LOADED),
     Room("early loads", ("tests/plugin/test_early_loads.py",), EARLY_LOADS, preload=_LOADED),
