@@ -27,14 +27,13 @@ from epochless_vllm.plugin.expectations import (
     scaling_of,
     sha256_of,
 )
+from epochless_vllm.plugin.finite import find_non_finite
 from epochless_vllm.plugin.module_plan import ModulePlan, check_coverage, plan_modules
 from epochless_vllm.store.revisions import StoredRevision
 from epochless_vllm.store.staged import StagedRevision
 
 _TORCH = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _BITS = {"F32": np.uint32, "BF16": np.uint16, "F16": np.uint16}
-# All ones in a non-finite value.
-_EXPONENT = {"BF16": np.uint16(0x7F80), "F16": np.uint16(0x7C00)}
 A_SUFFIX = ".lora_A.weight"
 _UNNAMED = 1  # the engine id of what is built before it has one
 
@@ -180,7 +179,7 @@ class AdapterLoader:
             tensor = tensor.to(_TORCH[self.dtype], copy=True)
             if scaling != 1.0:
                 tensor *= scaling
-        if not self._is_finite(tensor):
+        if find_non_finite(self.dtype, memoryview(self.bits_of(tensor))) is not None:
             raise RefusedAdapterError(
                 f"{entry.name}: holds a non-finite value in {self.dtype} after scaling; the trainer diverged, or the "
                 "value does not fit the LoRA dtype",
@@ -188,12 +187,6 @@ class AdapterLoader:
                 tensor=entry.name,
             )
         return _Tensor(tensor, str(entry.sha256).removeprefix("sha256:") if same else None)
-
-    def _is_finite(self, tensor: torch.Tensor) -> bool:
-        if self.dtype == "F32":
-            return bool(np.isfinite(tensor.numpy()).all())
-        exponent = _EXPONENT[self.dtype]
-        return not np.any((self.bits_of(tensor) & exponent) == exponent)
 
     def _build(self, stored: StoredRevision, modules: Mapping[str, str], tensors: Mapping[str, _Tensor]) -> Assembled:
         from vllm.lora.lora_model import LoRAModel

@@ -2,11 +2,11 @@
 
 vLLM's reader spins for a second after each message before it waits on a socket. Each look takes the interpreter, so a
 thread that loads an adapter beside it gives the interpreter away at every read and hash, a thousand times, and takes
-three times as long. A reader that waits for a long step takes a core, too: on a host whose other cores serve, a third
-of the one that is left to publish on. Here the reader waits on the socket at once while a thread of this process
-publishes, and for a moment after it had to share its core; a millisecond at a time, since of two notifications in quick
-succession the second may be dropped, which vLLM's second of spinning hides. Dies when upstream's reader spins without
-the interpreter, and not where others want its core.
+three times as long. A reader that waits for a long step takes a core, too: on a host whose other cores serve, more than
+a quarter of the one that is left to publish on. Here the reader waits on the socket at once while a thread of this
+process publishes, and for a moment after it had to share its core; a millisecond at a time, since of two notifications
+in quick succession the second may be dropped, which vLLM's second of spinning hides. Dies when upstream's reader spins
+without the interpreter, and not where others want its core.
 """
 
 from __future__ import annotations

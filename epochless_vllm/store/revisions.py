@@ -200,21 +200,14 @@ class RevisionStore:
         """
         manifest = self.manifest(revision_id)
         config = config_of(manifest)
-        self.check_description(revision_id, config)
+        self._check_config(revision_id, config)
         tensors = blobs.read_tensors(self._directory(revision_id) / TENSORS_NAME, manifest)
         return StoredRevision(manifest, config, tensors)
 
     def check_description(self, revision_id: RevisionId, config: AdapterConfig) -> None:
-        """Compare every byte of the two files that say what a revision is, without parsing them.
-
-        Raises:
-            UnknownRevisionError, DigestMismatchError, StoreError: as ``read``.
-        """
+        """Compare every byte of the two files that say what a revision is, without parsing them; raises as ``read``."""
         self._read_manifest(revision_id)
-        expected, actual = encode_config(config), self._read_file(revision_id, CONFIG_NAME)
-        if actual != expected:
-            path, wanted = self._directory(revision_id) / CONFIG_NAME, f"{len(expected)} bytes of its manifest"
-            raise blobs.mismatch(path, wanted, f"{len(actual)} others")
+        self._check_config(revision_id, config)
 
     def open_staged(self, name: str) -> StagedRevision:
         """Return the reader of a revision that is being written, by the name that was announced.
@@ -334,6 +327,12 @@ class RevisionStore:
         if actual != revision_id:
             raise blobs.mismatch(self._directory(revision_id) / MANIFEST_NAME, revision_id, actual)
         return payload
+
+    def _check_config(self, revision_id: RevisionId, config: AdapterConfig) -> None:
+        expected, actual = encode_config(config), self._read_file(revision_id, CONFIG_NAME)
+        if actual != expected:
+            path, wanted = self._directory(revision_id) / CONFIG_NAME, f"{len(expected)} bytes of its manifest"
+            raise blobs.mismatch(path, wanted, f"{len(actual)} others")
 
     def _read_file(self, revision_id: RevisionId, name: str) -> bytes:
         path = self._directory(revision_id) / name

@@ -24,7 +24,7 @@ MAX_DIMENSIONS = 8
 LIMIT = 1 << 63  # no count, size or offset of a real file reaches it; beyond it is an overflow by name
 ALIGNMENT = 8
 REMEMBERED = 4  # headers
-MAX_REMEMBERED_BYTES = 1 << 19  # of each: 3,000 tensors; what is parsed from them takes some ten times that
+MAX_REMEMBERED_BYTES = 1 << 19  # of each: 3,000 tensors; what is parsed from them takes up to six times that
 
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,

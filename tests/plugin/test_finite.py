@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epochless_vllm.plugin import finite
+from epochless_vllm.plugin import finite, service
 from epochless_vllm.store.finite import find_non_finite
+from tests.adapters import make_adapter
+from tests.plugin.front_end import FrontEnd, run_front_end
 
 WIDTH = {"F32": 4, "F16": 2, "BF16": 2}
 
@@ -33,6 +36,28 @@ edges = st.sampled_from([0x7F800000, 0xFF800000, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F800
 @given(values=st.lists(st.integers(0, 0xFFFFFFFF) | edges, max_size=20), dtype=st.sampled_from(sorted(WIDTH)))
 def test_the_first_of_several_is_found(values: list[int], dtype: str) -> None:
     check(dtype, np.array(values, dtype="<u4").tobytes())
+
+
+def test_a_service_gives_it_to_its_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def find(dtype: str, raw: memoryview) -> int | None:
+        asked.append(dtype)
+        return finite.find_non_finite(dtype, raw)
+
+    async def publish(front: FrontEnd) -> None:
+        adapter = make_adapter(tmp_path / "adapter", seed=1)
+        await front.served.publisher.publish_directory(str(adapter), "policy", 1)
+
+    monkeypatch.setattr(service, "find_non_finite", find)
+    run_front_end(tmp_path / "store", publish)
+    assert set(asked) == {"F32"}
+
+
+def test_elements_of_any_shape_are_counted_in_order() -> None:
+    values = np.zeros((3, 4), dtype="<f4")
+    values[1, 2] = np.inf
+    assert finite.find_non_finite("F32", memoryview(values.view("<u4"))) == 6
 
 
 @pytest.mark.parametrize("dtype", sorted(WIDTH))

@@ -346,6 +346,27 @@ def test_what_is_named_is_what_was_copied_even_if_the_source_changes_underneath(
     assert store.read(ingested.revision_id).manifest == ingested.manifest
 
 
+def test_a_description_that_is_damaged_or_gone_is_noticed_without_the_tensors(
+    store: RevisionStore, adapter: Path
+) -> None:
+    revision_id = store.ingest_directory(adapter).revision_id
+    config = store.read(revision_id).config
+    directory = store.root / "revisions" / revision_id.removeprefix("sha256:")
+    (directory / "adapter_model.safetensors").unlink()
+    store.check_description(revision_id, config)
+    for name in ("manifest.json", "adapter_config.json"):
+        file = directory / name
+        payload = file.read_bytes()
+        file.unlink()
+        with pytest.raises(StoreError, match="is missing"):
+            store.check_description(revision_id, config)
+        file.write_bytes(payload.replace(b"1", b"2", 1))
+        with pytest.raises(DigestMismatchError, match=name):
+            store.check_description(revision_id, config)
+        file.write_bytes(payload)
+    store.check_description(revision_id, config)
+
+
 @pytest.mark.parametrize("advice", [blobs.MADV_POPULATE_WRITE, 9999], ids=["taken at once", "unknown to the kernel"])
 def test_taking_pages_leaves_what_is_in_them(advice: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blobs, "MADV_POPULATE_WRITE", advice)

@@ -173,6 +173,7 @@ SPINNING = (
     _P("no core is shared", "> SHARED_S and", "> 60 and"),
     _P("every long wait is a shared core", "if spins and (ended", "if (ended"),
     _P("the interpreter taken for the core", "and _turns() > turns", ""),
+    _P("waits for the interpreter are turns", "ru_nivcsw", "ru_nvcsw"),
     _P("waits as long as it is told", "_original(self, LOOK_MS if timeout_ms is None else min(timeout_ms, LOOK_MS))", "_original(self, timeout_ms)"),
     _P("waits for longer than it is told", "LOOK_MS if timeout_ms is None else min(timeout_ms, LOOK_MS)", "LOOK_MS"),
     _P("does not wait", "self.busy_loop_s = -1.0", "self.busy_loop_s = spins_s"),
@@ -186,8 +187,16 @@ FINITE = (
     Mutant("plugin/finite", "bfloat16 read as float16", '"BF16": np.uint16(0x7F80)', '"BF16": np.uint16(0x7C00)'),
     Mutant("plugin/finite", "float16 read as bfloat16", '"F16": np.uint16(0x7C00)', '"F16": np.uint16(0x7F80)'),
     Mutant("plugin/finite", "negative ones missed", "(np.frombuffer(raw, dtype=\"<u2\") & _EXPONENT[dtype]) != _EXPONENT[dtype]", "np.frombuffer(raw, dtype=\"<u2\") < _EXPONENT[dtype]"),
+    Mutant("plugin/service", "not given to the store", ", find_non_finite=find_non_finite)", ")"),
     Mutant("plugin/finite", "never found", "None if finite.all() else int(finite.argmin())", "None"),
     Mutant("plugin/finite", "the first for the first bad", "int(finite.argmin())", "int(finite.argmax())"),
+)  # fmt: skip
+
+LOADER = (
+    Mutant("plugin/loading", "every adapter checked", "if wanted != last:", "if True:"),
+    Mutant("plugin/loading", "the first adapter checked", "if wanted != last:", "if last is None:"),
+    Mutant("plugin/loading", "other shapes taken for the last", "tuple((entry.name, entry.shape) for entry in tensors)", "tuple(entry.name for entry in tensors)"),
+    Mutant("plugin/loading", "other names taken for the last", "tuple((entry.name, entry.shape) for entry in tensors)", "tuple(entry.shape for entry in tensors)"),
 )  # fmt: skip
 
 LABELS = (
@@ -227,7 +236,8 @@ LABELS = (
 
 ROOMS = (
     Room("labels", ("tests/plugin/test_labels.py", "tests/plugin/test_response_receipts.py"), LABELS, preload=_LOADED),
-    Room("finite values in NumPy", ("tests/plugin/test_finite.py",), FINITE, preload=("numpy", "hypothesis")),
+    Room("adapters like the last", ("tests/plugin/test_loading.py",), LOADER, preload=_LOADED),
+    Room("finite values in NumPy", ("tests/plugin/test_finite.py",), FINITE, preload=_LOADED),
     Room("waiting readers", ("tests/plugin/test_spinning.py",), SPINNING, preload=_LOADED),
     Room("early loads", ("tests/plugin/test_early_loads.py",), EARLY_LOADS, preload=_LOADED),
     Room("block keys", ("tests/plugin/test_block_keys.py",), BLOCK_KEYS, preload=_LOADED),

@@ -134,6 +134,8 @@ VALUES = (
     _B("size of the file unchecked", "if actual_size != size:", "if False:"),
     _B("header of the file unchecked", "if file.read(len(header)) != header:", "if file.read(len(header)) is None:"),
     _B("digest unchecked on the way out", "if actual != expected[name]:", "if False:"),
+    _R("manifest taken for granted", "        self._read_manifest(revision_id)\n        self._check_config", "        self._check_config"),
+    _R("configuration taken for granted", "        self._read_manifest(revision_id)\n        self._check_config(revision_id, config)\n", "        self._read_manifest(revision_id)\n"),
     _B("digest of the first piece", "hashers[record.name].update(view)", "hashers[record.name] = hashlib.sha256(view)"),
     _B("every piece at the tensor's start", "begins[record.name] + offset, view", "begins[record.name], view"),
     _B("what lies apart written together", "or pieces[number + 1][0] != offset + len(view):", ":"),
